@@ -162,7 +162,7 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
                 training,
                 passes=passes_of(given),
                 updates=given.updates,
-                cp_size=1 if (given.ep_size or 1) > 1 else given.cp_size,
+                cp_size=given.cp_size,
                 ep_size=given.ep_size or 1,
             )
         training = replace(

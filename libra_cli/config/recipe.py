@@ -287,11 +287,15 @@ class ModelBuild(Section):
     """Supervised steps; fewer leave a policy that succeeds too rarely to learn from."""
     width: Annotated[int, Field(ge=64, le=1024, multiple_of=64), _TRAINED_HERE] = 128
     """Hidden size. A wider one costs training more than rollout, as with real models."""
+    experts: Annotated[Annotated[int, Field(ge=4, le=64)] | None, _TRAINED_HERE] = None
+    """Experts of each layer, two of which a token is sent to: a Qwen3-MoE, of which a token meets
+    as many weights as of the dense model. null: a dense one."""
 
     @property
     def name(self) -> str:
         """The model's name where prices of it are kept."""
-        return self.package or f"built-{self.task}"
+        kind = "" if self.experts is None else "-moe"
+        return self.package or f"built-{self.task}{kind}"
 
 
 class ModelSpec(Section):

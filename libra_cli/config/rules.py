@@ -163,6 +163,13 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
             ("model", "model.path", "model.build"),
             f"needs exactly one of path and build, {given} given",
         )
+    build = model.build
+    if training.rollout_routes and build is not None and build.experts is None:
+        yield Problem(
+            ("training.rollout_routes", "model.build"),
+            "is true, but the model of model.build has no experts: give it some "
+            "(model.build.experts: 8), or leave it out",
+        )
     if rollout.max_turn_tokens >= model.max_len and not recipe.demonstrations:
         yield Problem(
             ("rollout.max_turn_tokens", "model.max_len"),
@@ -281,7 +288,6 @@ def _update_problems(training: TrainingSpec) -> Iterator[Problem]:
             f"{training.updates}: leave it out, or have one minibatch and one epoch",
         )
     yield from _optimizer_problems(training)
-    yield from _parting_problems(training)
 
 
 def _optimizer_problems(training: TrainingSpec) -> Iterator[Problem]:
@@ -292,17 +298,6 @@ def _optimizer_problems(training: TrainingSpec) -> Iterator[Problem]:
             ("training.optimizer", f"training.{wrong}"),
             "is muon, which moves whole matrices of the model: "
             + ("leave out training.lora" if training.lora else "set training.sharding: ddp"),
-        )
-
-
-def _parting_problems(training: TrainingSpec) -> Iterator[Problem]:
-    """Ranks that would share a row and part experts at once."""
-    cp_size, ep_size = training.cp_size or 1, training.ep_size or 1
-    if cp_size > 1 and ep_size > 1:
-        yield Problem(
-            ("training.ep_size", "training.cp_size"),
-            f"is {ep_size}, but with training.cp_size {cp_size} ranks share rows, which has not "
-            "been tried with parted experts: leave out one of the two",
         )
 
 

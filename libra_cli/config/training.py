@@ -296,10 +296,7 @@ class TrainingSpec(Section):
     multiple of it or an equal part; a trainer to which it does not fit is one replica. Null: those
     of a host, where several hosts train with as many ranks each and a host has the memory for it;
     else all. The name is accelerate's, and dp_replicate_size is the number of replicas."""
-    cp_size: Annotated[
-        Positive | None,
-        not_with("rollout_routes", True, why="ranks that share a row have parts of sequences"),
-    ] = None
+    cp_size: Positive | None = None
     """Context parallelism (Ulysses): so many neighbouring ranks of a replica share every forward
     pass, each with an equal part of its tokens. It must divide the model's attention heads; of
     ranks that are no multiple of it, as many share as divide both. Null: as few as have the memory

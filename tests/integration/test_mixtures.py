@@ -36,10 +36,36 @@ pytestmark = [
 CLOSE = 1e-5
 COEFFICIENT = 0.5
 LAYERS = 3
-FAMILIES = {
+FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 32, "norm_topk_prob": True, "mlp_only_layers": [0]},
     "olmoe": {},
 }
+GROUPS: dict[str, Any] = {
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+}
+"""Experts in groups, weighed by sigmoids; those of the largest are chosen after a correction."""
+ROUTED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": FAMILIES["qwen3_moe"],
+    "deepseek_v3": GROUPS
+    | {
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
+    "glm4_moe": GROUPS,
+}
+"""Families whose routers are told what to choose; of whole rows and of ranks' parts of them."""
 
 
 class Case(NamedTuple):
@@ -48,6 +74,7 @@ class Case(NamedTuple):
     micro_batch_tokens: int = 10_000
     ep_size: int = 1
     dp_shard_size: int | None = None
+    cp_size: int = 1
 
 
 CASES = [
@@ -76,17 +103,28 @@ def config_of(family: str, **more: Any) -> Any:
         "eos_token_id": 2,
         "pad_token_id": 0,
     }
-    return AutoConfig.for_model(family, **sizes | FAMILIES[family] | more)
+    return AutoConfig.for_model(family, **sizes | (FAMILIES | ROUTED)[family] | more)
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp(request.param)
+    return saved(tmp_path_factory.mktemp(request.param), config_of(request.param))
+
+
+@pytest.fixture(scope="module", params=list(ROUTED))
+def routed_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = config_of(request.param, output_router_logits=False)
+    return saved(tmp_path_factory.mktemp(request.param), config)
+
+
+def saved(directory: Path, config: Any) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config_of(request.param))
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for router in routers_of(model):
             router.weight.normal_(std=0.5)  # so that experts are chosen by more than rounding
+            for bias in router.buffers():
+                bias.normal_(std=0.2)
     model.save_pretrained(directory)
     save_tokenizer(build_tokenizer(), directory, max_len=128)
     return directory
@@ -102,6 +140,20 @@ def gradients_of(
     host: Path, model_dir: Path, case: Case, given: Sequence[TokenSample]
 ) -> tuple[float, dict[str, Any]]:
     """The loss summed over generated tokens, and its gradients, gathered."""
+    sums, gradients = sums_of(host, model_dir, case, given)
+    return sums["loss"], gradients
+
+
+def sums_in(
+    host: Path, model_dir: Path, cases: Sequence[Case], given: Sequence[TokenSample]
+) -> list[Any]:
+    return [sums_of(host, model_dir, case, given) for case in cases]
+
+
+def sums_of(
+    host: Path, model_dir: Path, case: Case, given: Sequence[TokenSample]
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """All sums over the samples, and the gradients, gathered."""
     AcceleratorState._reset_state()
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
     training = {
@@ -117,11 +169,11 @@ def gradients_of(
     assert trainer._scoring.packs
     sums = trainer.gradients_of(given)
     assert sums is not None
-    return sums["loss"], whole(trainer)
+    return sums, whole(trainer)
 
 
 def meshes_of(case: Case) -> dict[str, Any]:
-    return {"ep_size": case.ep_size, "dp_shard_size": case.dp_shard_size}
+    return {name: getattr(case, name) for name in ("ep_size", "dp_shard_size", "cp_size")}
 
 
 def samples() -> list[TokenSample]:
@@ -253,6 +305,56 @@ def test_replayed_choices_of_others_are_those_of_any_cut(model_dir: Path, tmp_pa
         for case, (found_loss, found) in zip(CASES, rank, strict=True):
             assert found_loss == pytest.approx(loss, rel=CLOSE), case
             assert apart(found, wanted) < CLOSE, case
+
+
+SHARED = {
+    2: [Case("fsdp2", "full", 150, cp_size=2), Case("ddp", "none", 60, cp_size=2)],
+    4: [Case("fsdp2", "full", 150, cp_size=2, ep_size=2), Case("fsdp2", cp_size=4, ep_size=2)],
+}
+"""Ranks that share rows; and where there are enough of them, that hold other experts."""
+
+
+def test_routers_of_every_kind_follow_their_own_choices(routed_dir: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(routed_dir)
+    loss, wanted = of_transformers(routed_dir)
+    given = with_routes(lambda one: chosen_by(model, torch.tensor(one.token_ids)[None].long()))
+    cases = [Case("ddp", "full", 150)]
+    for rank in in_ranks([tmp_path], sums_in, [(tmp_path, routed_dir, cases, given)]):
+        ((sums, found),) = rank
+        assert sums["loss"] == pytest.approx(loss, rel=CLOSE)
+        assert apart(found, wanted) < CLOSE
+        tokens = sum(len(sample.token_ids) for sample in given)
+        assert sums["routes_told"] == tokens * len(routers_of(model))  # and not once more
+        assert sums["routes_differ"] == 0
+    arguments = [(tmp_path, routed_dir, [given, with_routes(of_others)])]
+    ((own, others),) = in_ranks([tmp_path], told_by_steps, arguments)
+    assert own == 0
+    assert 0.5 < others < 1
+
+
+def told_by_steps(
+    host: Path, model_dir: Path, batches: Sequence[Sequence[TokenSample]]
+) -> list[float]:
+    """What a first step on each of the batches says of its routes."""
+    AcceleratorState._reset_state()
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    trainer = Trainer(trainer_config(host, model_dir, 1, {"warmup_steps": 9}))
+    return [trainer.train(step, given)["routes_differ"] for step, given in enumerate(batches, 1)]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_ranks_that_share_rows_have_the_routes_of_their_part(
+    ranks: int, routed_dir: Path, tmp_path: Path
+) -> None:
+    given = with_routes(of_others)
+    alone = in_ranks([tmp_path], sums_in, [(tmp_path, routed_dir, [Case()], given)])
+    ((wanted_sums, wanted),) = alone[0]
+    assert 0.5 < wanted_sums["routes_differ"] / wanted_sums["routes_told"] < 1
+    arguments = [(tmp_path, routed_dir, SHARED[ranks], given)] * ranks
+    for rank in in_ranks([tmp_path] * ranks, sums_in, arguments):
+        for case, (sums, found) in zip(SHARED[ranks], rank, strict=True):
+            assert apart(found, wanted) < CLOSE, case
+            assert sums == pytest.approx(wanted_sums, rel=CLOSE), case
 
 
 def test_the_balance_is_part_of_what_is_compared(model_dir: Path) -> None:

@@ -54,14 +54,13 @@ class RankConditions:
     def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype) -> RankConditions:
         """The conditions that a recipe asks for, in ranks that compute in ``dtype``."""
         training = recipe.training
-        alone = training.rollout_routes or recipe.model.images or (training.ep_size or 1) > 1
         return cls(
             tokens=max(training.micro_batch_tokens, recipe.model.max_len),
             choice=_choice(training.activation_checkpointing, on_gpu=on_gpu),
             width=NUMBER_BYTES[dtype],
             optimizer=training.optimizer,
             reference=training.needs.reference,
-            cp_size=1 if alone else training.cp_size,
+            cp_size=1 if recipe.model.images else training.cp_size,
             activation_offload=training.activation_offload,
             tiled_mlp=training.tiled_mlp,
             ep_size=training.ep_size or 1,

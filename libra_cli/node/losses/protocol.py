@@ -58,7 +58,7 @@ RESERVED = frozenset(
         *("loss", "divisor", "entropy", "gap", "gap_tokens", "grad_norm", "learning_rate"),
         *("skipped_in_a_row", "micro_batch_tokens", "update_ratio", "rollout_kl", "ppo_kl"),
         *("effective_sample_size", "rollout_ratio_sum", "rollout_ratio_square_sum"),
-        *("value_loss", "explained_variance", "advantages"),
+        *("value_loss", "explained_variance", "advantages", "routes_told", "routes_differ"),
     }
 )
 """Sums and metrics that libra adds to those of a loss."""

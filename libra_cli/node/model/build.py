@@ -173,7 +173,7 @@ def _train(build: ModelBuild, directory: Path) -> dict[str, Any]:
 
     disable_progress_bar()
     tokenizer = build_tokenizer()
-    model = new_model(tokenizer, build.seed, build.width)
+    model = new_model(tokenizer, build.seed, build.width, build.experts)
     warm_up(model, tokenizer, seed=build.seed, steps=build.warm_steps)
     made = {
         "parameters": sum(parameter.numel() for parameter in model.parameters()),

@@ -61,7 +61,7 @@ from libra_cli.node.model.expert_parallel import is_parted, mesh_of_experts
 from libra_cli.node.model.images import ImageReader, freeze_towers
 from libra_cli.node.model.packed_attention import attention_of
 from libra_cli.node.model.policy_config import PolicyConfig
-from libra_cli.node.model.routers import RouterBalance
+from libra_cli.node.model.routers import ROUTE_SUMS, RouterBalance
 from libra_cli.node.model.scores import BranchScores, with_scores
 from libra_cli.node.model.scoring import ScoringModel, one_sequence
 from libra_cli.node.model.sharding import load_sharded, mesh_of
@@ -172,7 +172,10 @@ class PolicyModel:
             batch = self._collated(here, scored=is_scored(samples))
             with self._sync_only(last=last):
                 sums.append(self._backward(batch, here))
-        return summed(self.gather(summed(sums) if self._tells else {}))
+        told = summed(sums)
+        if not self._tells:  # the first of a row has summed over all of it, but routed a part
+            told = {name: told[name] for name in ROUTE_SUMS if name in told}
+        return summed(self.gather(told))
 
     def scored(self, samples: Sequence[TokenSample], look: Look | None = None) -> list[TokenSample]:
         """*Collective.* The samples with what this model says of them, in a pass without gradient.
@@ -349,7 +352,7 @@ class PolicyModel:
     def _backward(self, batch: MicroBatch, samples: Sequence[TokenSample]) -> dict[str, float]:
         bonus = self._config.training.entropy_coef > 0
         reference = self._reference_logprobs(batch) if batch.scores is None else None
-        with self._balance.recording() as logits:
+        with self._balance.recording() as logits, self._scoring.told.counting() as routes:
             current, entropy, greedy = self._scoring.logprobs(
                 batch.request, temperature=self._config.temperature, entropy_gradient=bonus
             )
@@ -362,7 +365,7 @@ class PolicyModel:
         self._accelerator.backward(loss * self.world)
         gap = (inputs.proximal - batch.rollout).abs()[batch.fresh]
         divisor = len(current) if outputs.divisor is None else outputs.divisor
-        sums = {**outputs.metrics}
+        sums = {**outputs.metrics, **routes}
         if not self._config.training.needs.offline:  # which no rollout policy generated
             sums = {**rollout_sums(inputs), **sums}
             if self._tells:

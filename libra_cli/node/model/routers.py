@@ -2,9 +2,11 @@
 
 **Routes** (R3, arXiv 2510.11370). Rollout and training compute in other kernels, so their routers
 now and then choose other experts, and then the two policies differ by more than rounding. Given
-the experts that the rollout chose, a router here weighs those: with x its logits and S the experts
-of a token, w_e is softmax(x)_e, or that over the sum of it over S, as the model has it. So routers
-have gradients, of the experts that were chosen.
+the experts that the rollout chose, a router here weighs those: with x its logits, S the experts of
+a token and c the model's routed_scaling_factor (1 where it has none), w_e is c f(x)_e or
+c f(x)_e / sum over S of f(x), where f is softmax (Qwen, OLMoE, Mixtral) or sigmoid (DeepSeek, GLM),
+as the model has it. Groups of experts and a correction bias matter for choosing alone, and the
+choice is the rollout's. So routers have gradients, of the experts that were chosen.
 
 **Balance.** transformers' loss (Switch Transformers, arXiv 2101.03961, eq. 4 to 6) multiplies two
 means over all tokens of a batch, so its sum over micro-batches is another number. Here it is of
@@ -19,9 +21,8 @@ loss's divisor (its generated tokens, usually), so the gradient of the whole bat
 however the batch is cut into micro-batches and over ranks.
 
 Guarantee: prompt tokens count as generated ones do; f has no gradient. Limit: ranks that share a
-row (``training.cp_size``) have parts of sequences, and are refused for both. Routers can follow a
-rollout's that take the largest of a softmax (Qwen, OLMoE, Mixtral); others (DeepSeek, GLM) are
-refused at the first pass.
+row (``training.cp_size``) have parts of sequences, and are refused for the balance. A router that
+weighs experts in another way is refused at the first pass that it is told what to choose.
 """
 
 from __future__ import annotations
@@ -31,17 +32,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from libra_cli.config.errors import TrainerError
 
 OUTPUTS = 3
 """Number of a router's outputs: logits, weights of the chosen experts, and which these are."""
 ROUNDING = 0.02
-"""Relative and absolute tolerance of a weight: several times that of bfloat16."""
+"""Tolerance of a weight: several times that of bfloat16."""
+ROUTE_SUMS = ("routes_told", "routes_differ")
+"""Counts of (token, layer): those of which a router is told the experts, and of these those in
+which it would have chosen another set of experts itself."""
+TINY = 1e-20
+"""What transformers adds to a sum of sigmoids."""
+Score: TypeAlias = Literal["softmax", "sigmoid"]
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
@@ -60,6 +68,33 @@ class Routes:
     known: Tensor
     """bool, ``[tokens]``: where it is false, the router chooses."""
 
+    def part(self, start: int, stop: int, missing: int) -> Routes:
+        """Return those of the tokens from ``start`` to ``stop``, after ``missing`` tokens of which
+        nothing is known were put at the end."""
+        experts = pad(self.experts, (0, 0, 0, 0, 0, missing))
+        return Routes(experts[start:stop], pad(self.known, (0, missing))[start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class RouterWeights:
+    """How a kind of routers weighs the experts that were chosen."""
+
+    score: Score
+    normed: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+    scale: float
+
+    def of(self, logits: Tensor, experts: Tensor) -> Tensor:
+        """What ``experts`` weigh, ``[tokens, k]``, in float32; of ``logits`` ``[tokens, E]``."""
+        if self.score == "softmax" and self.normed:  # the rest of the sum cancels
+            return self.scale * torch.softmax(logits.gather(-1, experts).float(), dim=-1)
+        every = logits.float()
+        scores = torch.softmax(every, dim=-1) if self.score == "softmax" else every.sigmoid()
+        chosen = scores.gather(-1, experts)
+        if self.normed:
+            chosen = chosen / (chosen.sum(dim=-1, keepdim=True) + TINY)
+        return self.scale * chosen
+
 
 class RolloutRoutes:
     """Lets the routers of a model choose as they are told."""
@@ -68,7 +103,8 @@ class RolloutRoutes:
         self.routes: Routes | None = None
         """What routers choose in every pass until it is changed, also when a backward pass computes
         activations again; None: what they will."""
-        self._normed: dict[nn.Module, bool] = {}
+        self._counts: dict[str, Tensor] | None = None
+        self._weights: dict[nn.Module, RouterWeights] = {}
         wanted = {id(router) for router in routers_of(model)}
         for name, part in model.named_modules():
             if id(part) in wanted:
@@ -82,11 +118,32 @@ class RolloutRoutes:
         if not isinstance(output, tuple) or len(output) != OUTPUTS:
             raise _not_followed(router)
         logits, scores, own = output
-        if router not in self._normed:
-            self._normed[router] = _is_normed(router, logits, scores, own)
-        experts = torch.where(self.routes.known[:, None], self.routes.experts[:, layer], own)
-        weights = _weights(logits, experts, normed=self._normed[router])
+        if router not in self._weights:
+            self._weights[router] = weights_of(router, logits, scores, own)
+        known = self.routes.known
+        experts = torch.where(known[:, None], self.routes.experts[:, layer], own)
+        self._count(known, experts, own)
+        weights = self._weights[router].of(logits, experts)
         return logits, weights.to(scores.dtype), experts
+
+    @contextmanager
+    def counting(self) -> Iterator[dict[str, Tensor]]:
+        """The ``ROUTE_SUMS`` of the forward pass inside; empty if nothing is told.
+
+        What activation checkpointing computes again in the backward pass is not counted.
+        """
+        self._counts = {}
+        try:
+            yield self._counts
+        finally:
+            self._counts = None
+
+    def _count(self, known: Tensor, experts: Tensor, own: Tensor) -> None:
+        if self._counts is None:
+            return
+        others = (experts.sort(dim=-1).values != own.sort(dim=-1).values).any(dim=-1)
+        for name, more in zip(ROUTE_SUMS, (known.sum(), others.sum()), strict=True):
+            self._counts[name] = self._counts.get(name, 0) + more
 
 
 def _layer_of(name: str) -> int:
@@ -96,31 +153,33 @@ def _layer_of(name: str) -> int:
     return int(found[1])
 
 
-def _weights(logits: Tensor, experts: Tensor, *, normed: bool) -> Tensor:
-    """What the experts weigh, ``[tokens, k]``; ``normed``: in sum 1."""
-    if normed:
-        return torch.softmax(logits.gather(-1, experts).float(), dim=-1)
-    return torch.softmax(logits.float(), dim=-1).gather(-1, experts)
-
-
-def _is_normed(router: nn.Module, logits: Tensor, scores: Tensor, own: Tensor) -> bool:
-    """Say whether the router makes the weights of the experts that it chose sum up to 1.
+def weights_of(router: nn.Module, logits: Tensor, scores: Tensor, own: Tensor) -> RouterWeights:
+    """How a router weighs experts, found from what it gave those that it chose itself.
 
     Raises:
-        TrainerError: its weights are not those of a softmax.
+        TrainerError: it is none of the ways that are known.
     """
+    scale = float(getattr(router, "routed_scaling_factor", 1.0))
+    ways = [
+        RouterWeights(score, normed, scale) for score in get_args(Score) for normed in (True, False)
+    ]
     with torch.no_grad():
-        for normed in (True, False):
-            again = _weights(logits, own, normed=normed)
-            if torch.allclose(again, scores.float(), rtol=ROUNDING, atol=ROUNDING):
-                return normed
-    raise _not_followed(router)
+        apart = {way: _apart(way.of(logits, own), scores.float()) for way in ways}
+    best = min(ways, key=apart.__getitem__)
+    if apart[best] > ROUNDING:
+        raise _not_followed(router)
+    return best
+
+
+def _apart(weights: Tensor, wanted: Tensor) -> float:
+    """The largest difference, relative to what is wanted or to 1, whichever is more."""
+    return float(((weights - wanted).abs() / wanted.abs().clamp(min=1.0)).max())
 
 
 def _not_followed(router: nn.Module) -> TrainerError:
     return TrainerError(
-        f"the choices of {type(router).__name__} cannot follow a rollout's: they are not weighed "
-        "by a softmax",
+        f"the choices of {type(router).__name__} cannot follow a rollout's: they are weighed "
+        "neither by a softmax nor by a sigmoid",
         hint="set training.rollout_routes: false",
     )
 

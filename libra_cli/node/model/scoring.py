@@ -125,6 +125,7 @@ class _Question:
             turns=turns,
             counts=counts,
             turn_counts=turn_counts,
+            routes=request.routes and request.routes.part(start, stop, missing),
         )
 
 
@@ -148,7 +149,8 @@ class ScoringModel:
         """Whether a request may hold more than one sequence."""
         if context is not None:
             check_shared_rows(model, context.size, packs=self.packs)
-        self._told = RolloutRoutes(model)
+        self.told = RolloutRoutes(model)
+        """What this rank's routers are told to choose."""
         self._seen = ImagePlaces(model)
         self._head = model.get_output_embeddings()
         self._open: tuple[_Question, float, bool] | None = None
@@ -208,7 +210,7 @@ class ScoringModel:
 
     def _run(self, question: _Question) -> Tensor:
         self._turns, self.hidden = question.turns, None
-        self._told.routes = question.routes
+        self.told.routes = question.routes
         where: dict[str, Any] = {}
         if self.packs:
             where = {"position_ids": question.positions, "packed": question.packed}

@@ -14,17 +14,26 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
 from torch import nn
-from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from libra_cli.envs.pointer_chase import PointerChase, demonstration, prompt
 from libra_cli.node.model.tokenizer import END, PAD, encode, observation_text, prompt_text, token_id
 
 LAYERS, WIDTH, HEAD_DIM = 3, 128, 32
 POSITIONS = 1024
+CHOSEN = 2
+"""The number of experts that a token is sent to, as wide together as the dense layer."""
 SLIPS = 0.22
 """The probability that the expert swaps a key's letters."""
 BATCH = 32
@@ -38,34 +47,47 @@ LOG_EVERY = 25
 log = logging.getLogger("libra.model")
 
 
-def new_model(tokenizer: Tokenizer, seed: int, width: int = WIDTH) -> nn.Module:
-    """Make a Qwen3 with random weights; the usual width has 0.5M parameters.
+def new_model(
+    tokenizer: Tokenizer, seed: int, width: int = WIDTH, experts: int | None = None
+) -> nn.Module:
+    """Make a Qwen3 or, with ``experts``, a Qwen3-MoE with random weights.
 
-    Its output layer is not tied to the embedding: vLLM on CPUs cannot reload a tied one.
+    The usual width has 0.5M parameters. Its output layer is not tied to the embedding: vLLM on CPUs
+    cannot reload a tied one.
     """
     torch.manual_seed(seed)
     end, pad = token_id(tokenizer, END), token_id(tokenizer, PAD)
-    model: nn.Module = Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=tokenizer.get_vocab_size(with_added_tokens=True),
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=width // HEAD_DIM,
-            num_key_value_heads=width // HEAD_DIM // 2,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=POSITIONS,
-            tie_word_embeddings=False,
-            bos_token_id=None,
-            eos_token_id=end,
-            pad_token_id=pad,
-            attn_implementation="sdpa",
-        )
-    )
+    shape: dict[str, Any] = {
+        "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": width // HEAD_DIM,
+        "num_key_value_heads": width // HEAD_DIM // 2,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": pad,
+        "attn_implementation": "sdpa",
+    }
+    model: Any
+    if experts is None:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    else:
+        shape |= {
+            "num_experts": experts,
+            "num_experts_per_tok": CHOSEN,
+            "moe_intermediate_size": 2 * width // CHOSEN,
+            "norm_topk_prob": True,
+        }
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape))
     model.generation_config = GenerationConfig(
         eos_token_id=end, pad_token_id=pad, do_sample=True, temperature=1.0
     )
-    return model
+    made: nn.Module = model
+    return made
 
 
 def warm_up(model: nn.Module, tokenizer: Tokenizer, *, seed: int, steps: int) -> None:

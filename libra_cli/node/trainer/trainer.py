@@ -58,6 +58,7 @@ from libra_cli.node.losses.ratios import effective_sample_size
 from libra_cli.node.model.batching import minibatches
 from libra_cli.node.model.expert_parallel import is_parted
 from libra_cli.node.model.policy import Look, PolicyModel, is_scored, summed
+from libra_cli.node.model.routers import ROUTE_SUMS
 from libra_cli.node.model.scores import mean_of
 from libra_cli.node.model.shard_rows import RowExchange
 from libra_cli.node.model.weight_names import TensorGroup
@@ -258,6 +259,7 @@ class Trainer(PolicyModel):
         gap, gap_tokens = sums.pop("gap"), int(sums.pop("gap_tokens"))
         total = sums.pop("rollout_ratio_sum", 0.0)
         squares = sums.pop("rollout_ratio_square_sum", 0.0)
+        told, differing = (sums.pop(name, 0.0) for name in ROUTE_SUMS)
         del sums["divisor"]
         passes = self.config.training.epochs
         return {
@@ -266,6 +268,7 @@ class Trainer(PolicyModel):
             "grad_norm": mean_of([one.norm for one in updates]),
             "update_ratio": mean_of([one.ratio for one in updates]),
             **effective_sample_size(total, squares, seen),
+            **({"routes_differ": differing / told} if told else {}),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "logprob_gap": gap / gap_tokens if gap_tokens else None,
             "logprob_gap_tokens": gap_tokens // passes,

@@ -93,37 +93,22 @@ def test_ranks_share_no_pass_of_a_mixture_whose_routers_look_at_whole_sequences(
     assert conditions(10**8).sharing(balanced, 8, 8, 80.0) == 1
 
 
-@pytest.mark.parametrize(("replay", "found"), [(True, 1), (False, None)])
-def test_ranks_share_no_pass_where_routes_are_replayed(replay: bool, found: int | None):
+@pytest.mark.parametrize("cp_size", [None, 1, 2])
+def test_ranks_may_share_passes_and_part_experts_and_replay_routes(cp_size: int | None):
     recipe = Recipe.model_validate(
         {
             "nodes": [{"host": "local", "slots": 2}],
-            "model": {"build": {}},
+            "model": {"build": {"experts": 8}},
             "environment": {"name": "pointer-chase"},
-            "training": {"rollout_routes": replay},
-        }
-    )
-    assert RankConditions.of(recipe, on_gpu=True, dtype="bfloat16").cp_size == found
-
-
-@pytest.mark.parametrize(
-    ("ep_size", "cp_size", "parted"), [(None, None, 1), (1, None, 1), (4, 1, 4)]
-)
-def test_ranks_that_part_experts_share_no_pass(
-    ep_size: int | None, cp_size: int | None, parted: int
-):
-    recipe = Recipe.model_validate(
-        {
-            "nodes": [{"host": "local", "slots": 2}],
-            "model": {"build": {}},
-            "environment": {"name": "pointer-chase"},
-            "training": {"ep_size": ep_size},
+            "training": {"ep_size": 4, "cp_size": cp_size, "rollout_routes": True},
         }
     )
     found = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16")
     assert found.cp_size == cp_size
-    assert found.parted(published("Qwen3-30B-A3B"), 8) == parted
+    mixture = published("Qwen3-30B-A3B")
+    assert found.parted(mixture, 8) == 4
     assert found.parted(SMALL, 8) == 1
+    assert found.sharing(mixture, 8, 8, 80.0) == (cp_size or 1)
 
 
 def test_a_trajectory_is_as_long_as_the_ranks_that_share_it_have_memory_for():

@@ -13,7 +13,18 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (  # noqa: E402
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.node.model.batching import collate  # noqa: E402
-from libra_cli.node.model.routers import RouterBalance, balance_of, routers_of  # noqa: E402
+from libra_cli.node.model.routers import (  # noqa: E402
+    ROUTE_SUMS,
+    RolloutRoutes,
+    RouterBalance,
+    RouterWeights,
+    Routes,
+    balance_of,
+    routers_of,
+    weights_of,
+)
+from libra_cli.node.model.tokenizer import build_tokenizer  # noqa: E402
+from libra_cli.node.model.warmup import new_model  # noqa: E402
 
 TINY = {
     "hidden_size": 32,
@@ -103,3 +114,62 @@ def test_a_sequence_weighs_what_it_adds_to_the_divisor():
     row = collate([], torch.device("cpu"))
     assert row.weights(None).tolist() == [0.0]
     assert row.weights(torch.tensor(0.0)).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "wanted"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": True}, RouterWeights("softmax", True, 1.0)),
+        ("qwen3_moe", {"norm_topk_prob": False}, RouterWeights("softmax", False, 1.0)),
+        ("glm4_moe", {"norm_topk_prob": True}, RouterWeights("sigmoid", True, 2.5)),
+        ("glm4_moe", {"norm_topk_prob": False}, RouterWeights("sigmoid", False, 2.5)),
+    ],
+)
+def test_it_is_found_how_a_router_weighs(family, more, wanted):
+    sizes = {"num_experts": 8, "num_local_experts": 8, "first_k_dense_replace": 0}
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+    if family == "qwen3_moe":
+        groups = {}
+    router = routers_of(model_of(family, **sizes, **groups, **more))[0]
+    torch.manual_seed(0)
+    with torch.no_grad():
+        router.weight.normal_(std=0.5)
+        found = router(torch.randn(9, 32))
+    assert weights_of(router, *found) == wanted
+    torch.testing.assert_close(wanted.of(found[0], found[2]), found[1])
+    with pytest.raises(TrainerError, match="neither by a softmax nor by a sigmoid") as refused:
+        weights_of(router, found[0], found[1] + 0.1, found[2])
+    assert "rollout_routes" in refused.value.hint
+
+
+def test_a_pass_counts_the_choices_that_differ_once():
+    model = new_model(build_tokenizer(), 0, experts=4).train()
+    assert [router.top_k for router in routers_of(model)] == [2, 2, 2]
+    told, tokens = RolloutRoutes(model), torch.arange(5)[None]
+    told.routes = Routes(torch.zeros(5, 3, 2, dtype=torch.int64), torch.arange(5) < 4)
+    told.routes.experts[..., 1] = 1
+    own = []
+    for router in routers_of(model):
+        router.register_forward_pre_hook(lambda part, given: own.append(part.forward(*given)[2]))
+    with told.counting() as counts:
+        model(input_ids=tokens)
+    model(input_ids=tokens)
+    others = sum((one[:4].sort(-1).values != torch.arange(2)).any(-1).sum() for one in own[:3])
+    assert {name: int(count) for name, count in counts.items()} == dict(
+        zip(ROUTE_SUMS, (4 * 3, int(others)), strict=True)
+    )
+    told.routes = None
+    with told.counting() as counts:
+        model(input_ids=tokens)
+    assert counts == {}
+
+
+def test_a_token_of_a_built_mixture_meets_as_many_weights_as_of_a_dense_model():
+    def numbers(model, word):
+        named = model.named_parameters()
+        return sum(one.numel() for name, one in named if word in name)
+
+    dense = new_model(build_tokenizer(), 0)
+    mixture = new_model(build_tokenizer(), 0, experts=8)
+    assert numbers(mixture, ".experts.") * 2 / 8 == numbers(dense, ".mlp.")
+    assert numbers(mixture, "self_attn") == numbers(dense, "self_attn")
