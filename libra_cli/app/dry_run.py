@@ -22,7 +22,7 @@ from libra_cli.core.preflight.families import refused_family
 from libra_cli.core.preflight.host_report import ModelFiles
 from libra_cli.core.preflight.needs import draft_head
 from libra_cli.core.preflight.quantization import refused_quantization
-from libra_cli.core.types import Plan, Slot
+from libra_cli.core.types import Plan, Slot, node_of
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.tasks.mixture import Tasks
 
@@ -37,6 +37,8 @@ class DryRun:
     """What the memory of each kind of process goes to, in lines."""
     tasks: tuple[str, ...]
     """How many tasks were read for each environment that has files of them, in lines."""
+    versions: tuple[str, ...] = ()
+    """How versions reach other hosts, where the recipe trusts an interface for it, in lines."""
 
 
 def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryRun]:
@@ -68,7 +70,22 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
     _check_model(file, degrees, quantized=quantized, images=recipe.model.images)
     _check_drafts(recipe.rollout.speculative, recipe.nodes, file)
     hosts = dry_run(recipe, placed=placed)
-    return recipe, DryRun(found.plan, hosts, _memory_of(recipe, *placed), tasks)
+    names, interface = [node.name for node in recipe.nodes], recipe.weight_sync.trusted_interface
+    versions = _told_versions(interface, node_of(found.plan.train[0]), names)
+    return recipe, DryRun(found.plan, hosts, _memory_of(recipe, *placed), tasks, versions)
+
+
+def _told_versions(interface: str | None, head: str, nodes: Sequence[str]) -> tuple[str, ...]:
+    others = [node for node in nodes if node != head]
+    if interface is None:
+        return ()
+    if not others:
+        return (f"nothing goes over {interface}: there is no other host",)
+    told = (
+        f"from {head} along {', '.join(others)}, as far as they are up, by gloo over {interface}: "
+        "not encrypted, each chunk checked; what does not come so is pulled over TLS"
+    )
+    return (told,)
 
 
 def _told_demonstrations(recipe: Recipe) -> str:

@@ -151,6 +151,7 @@ def _print_dry_run(told: DryRun) -> None:
     lines = [f"plan: {reason}" for reason in told.plan.reasons]
     lines += [f"memory: {line}" for line in told.memory]
     lines += [f"tasks: {line}" for line in told.tasks]
+    lines += [f"versions: {line}" for line in told.versions]
     for line in lines:
         out.print(line, markup=False, soft_wrap=True, highlight=False)
     for host in told.hosts:

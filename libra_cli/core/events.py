@@ -125,7 +125,9 @@ class ServerSynced:
     served_at: Seconds
     sent_bytes: int
     kind: str
-    """How the version came to the host: ``full``, ``delta`` or ``local``."""
+    """How the version came to the host: ``full``, ``delta``, ``fabric`` or ``local``."""
+    detail: str = ""
+    """Why it did not come by a process group, if the recipe has them; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

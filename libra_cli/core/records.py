@@ -427,11 +427,12 @@ class SyncRecord:
     sent_bytes: int
     """Bytes sent to the host for it: 0 where the version was on the host already."""
     kind: str
-    """``full | delta | local``; empty if the sync failed."""
+    """``full | delta | fabric | local``; empty if the sync failed."""
     gap: float | None
     """Mean absolute difference of the probe's log-probabilities; None if it was not measured."""
     verified: bool
     detail: str
+    """Why it is not verified, or did not come over the fabric of the recipe; empty otherwise."""
 
     @property
     def problem(self) -> str:

@@ -4,7 +4,8 @@
 
 prints a line for every number of hosts and rate: megabytes a second of the host that was done
 first, and of all of them together, by libra and by plain sockets from the host that publishes,
-which send the same bytes to every host and look at none of them; and seconds of a core that a GB
+which send the same bytes to every host and look at none of them, and by a process group (gloo) over
+the hosts' interface, whose members are processes that run already; and seconds of a core that a GB
 takes at the host that publishes, of all that it sent, and at the others, of all that each got, the
 kernel's part included. What all hosts have lies in ``--directory``. Hosts are network namespaces;
 needs root.
@@ -33,7 +34,7 @@ import torch
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, publish
-from libra_cli.node.weights.weight_server import WeightServer
+from libra_cli.node.weights.weight_server import FABRIC, GroupSeat, WeightServer
 from libra_cli.runtime.credentials.authority import Authority, peer_url
 from tests.netns import Network, SshHost, network
 
@@ -87,20 +88,44 @@ def measure(net: Network, count: int, size: int, directory: str) -> dict[str, fl
                 ]
             )
             sender_s = roles[0].used() - before
+            fabric, fabric_sender_s, fabric_used = _by_fabric(name, roles, urls[0])
             raw, raw_used = _timed(
                 [(role, {"raw": [roles[0].address, roles[0].raw]}) for role in roles[1:]]
             )
         return {
             "sender_cpu_s_gb": round(sender_s / written * 1e9, 2),
             "receiver_cpu_s_gb": round(sum(used) / count / written * 1e9, 2),
+            "fabric_sender_cpu_s_gb": round(fabric_sender_s / written * 1e9, 2),
+            "fabric_receiver_cpu_s_gb": round(sum(fabric_used) / count / written * 1e9, 2),
             "raw_receiver_cpu_s_gb": round(sum(raw_used) / count / written * 1e9, 2),
             "first_mb_s": round(written / min(ours) / 1e6, 1),
             "all_mb_s": round(count * written / max(ours) / 1e6, 1),
+            "fabric_first_mb_s": round(written / min(fabric) / 1e6, 1),
+            "fabric_all_mb_s": round(count * written / max(fabric) / 1e6, 1),
             "raw_first_mb_s": round(written / min(raw) / 1e6, 1),
             "raw_all_mb_s": round(count * written / max(raw) / 1e6, 1),
         }
     finally:
         shutil.rmtree(shared)
+
+
+def _by_fabric(
+    name: str, roles: Sequence[_Role], url: str
+) -> tuple[list[float], float, list[float]]:
+    """Seconds of each host, and of a core those of the publisher and of each, by a group."""
+    for role in roles[1:]:
+        role.ask({"forget": True})
+    _joined("first", roles)  # in which torch is imported
+    seat = {"group": "second", "addresses": _joined("second", roles)}
+    takers = [(role, {"pull": name, "sources": [url], "seat": seat}) for role in roles[1:]]
+    seconds, used = _timed([(roles[0], {"send": name, "seat": seat}), *takers])
+    return seconds[1:], used[0], used[1:]
+
+
+def _joined(group: str, roles: Sequence[_Role]) -> list[str]:
+    with ThreadPoolExecutor(len(roles)) as pool:
+        ranked = enumerate(roles)
+        return [*pool.map(lambda one: one[1].join(group, one[0], len(roles)), ranked)]
 
 
 def _publish(root: Path, size: int) -> tuple[str, int]:
@@ -132,6 +157,12 @@ class _Role:
         self._in.flush()
         seconds, used = json.loads(self._out.readline())
         return seconds, used
+
+    def join(self, group: str, rank: int, size: int) -> str:
+        """Join a group, and return where this host's rank listens."""
+        self._in.write(json.dumps({"join": [group, "eth0", rank, size]}) + "\n")
+        self._in.flush()
+        return str(json.loads(self._out.readline()))
 
     def used(self) -> float:
         """Seconds of a core that the process has used until now."""
@@ -181,17 +212,40 @@ def host() -> None:
     sys.stdout.flush()
     for line in sys.stdin:
         what = json.loads(line)
-        began, used = time.monotonic(), time.process_time()
-        if "used" in what:
-            used = 0.0
-        elif "pull" in what:
-            server.pull(what["pull"], what["sources"], PULL_S)
+        began, used = time.monotonic(), _used(server)
+        told: object = None
+        if "join" in what:
+            told = server.fabric.join(*what["join"])
         else:
-            with ThreadPoolExecutor(STREAMS) as pool:
-                list(pool.map(_receive_raw, [tuple(what["raw"])] * STREAMS))
-        told = [time.monotonic() - began, time.process_time() - used]
-        sys.stdout.write(json.dumps(told) + "\n")
+            _obey(server, what)
+        seconds = time.monotonic() - began
+        before = 0.0 if "used" in what else used
+        sys.stdout.write(json.dumps(told or [seconds, _used(server) - before]) + "\n")
         sys.stdout.flush()
+
+
+def _obey(server: WeightServer, what: dict[str, Any]) -> None:
+    seat = GroupSeat(**what["seat"]) if "seat" in what else None
+    if "pull" in what:
+        pulled = server.pull(what["pull"], what["sources"], PULL_S, seat)
+        assert seat is None or pulled.kind == FABRIC, pulled.detail
+    elif "send" in what:
+        assert seat is not None
+        server.send(what["send"], seat, PULL_S)
+    elif "forget" in what:
+        server.forget([])
+    elif "raw" in what:
+        with ThreadPoolExecutor(STREAMS) as pool:
+            list(pool.map(_receive_raw, [tuple(what["raw"])] * STREAMS))
+
+
+def _used(server: WeightServer) -> float:
+    """Seconds of a core that this process and its member of groups have used."""
+    member = server.fabric._process
+    ticks = 0
+    if member is not None:
+        ticks = sum(map(int, Path(f"/proc/{member.pid}/stat").read_text().split()[13:15]))
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _send_raw(listener: socket.socket, root: Path) -> None:

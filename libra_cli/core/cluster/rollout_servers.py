@@ -355,5 +355,5 @@ def _sync_record(event: ServerSynced | SyncFailed, now: Seconds) -> SyncRecord:
         kind=done.kind if done else "",
         gap=event.gap,
         verified=done is not None,
-        detail="" if done else event.reason if isinstance(event, SyncFailed) else "",
+        detail=event.detail if isinstance(event, ServerSynced) else event.reason,
     )

@@ -10,6 +10,7 @@ from libra_cli.core.launch.rollout_backend import rollout_backend
 from libra_cli.core.launch.trainer_backend import trainer_backend
 from libra_cli.core.preflight.host_report import (
     AllReduce,
+    FabricReport,
     HostReport,
     ModelFiles,
     NamesReport,
@@ -33,6 +34,8 @@ class PreflightCase:
     """The recipe's path as it is typed in commands."""
     transfers: tuple[Transfer, ...] = ()
     all_reduces: tuple[AllReduce, ...] = ()
+    fabric: FabricReport | None = None
+    """The result of trying a process group on the trusted interface; None if it was not tried."""
     template: TemplateReport | None = None
     """The result of trying the model's chat template; None if it was not tried."""
     teacher: TeacherReport | None = None

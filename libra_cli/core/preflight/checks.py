@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from libra_cli.core.preflight import (
     draft_heads,
+    fabric,
     gpu_memory,
     host_checks,
     model_checks,
@@ -54,6 +55,7 @@ CHECKS = (
     Check("network", True, network_checks.network),
     Check("bandwidth", False, network_checks.bandwidth),
     Check("all-reduce", False, network_checks.all_reduce),
+    Check("fabric", True, fabric.fabric),
     Check("remains", True, host_checks.remains),
 )
 

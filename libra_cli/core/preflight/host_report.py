@@ -231,6 +231,16 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class FabricReport:
+    """What came of a process group of all hosts on the interface that the recipe trusts."""
+
+    errors: Mapping[str, str]
+    """Why a host did not join, or could not reach the others, by its name."""
+    seconds: Seconds = 0.0
+    """From the addresses until all had reached one another."""
+
+
+@dataclass(frozen=True, slots=True)
 class TemplateReport:
     """What trying a model's chat template has shown."""
 

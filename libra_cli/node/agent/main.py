@@ -61,7 +61,7 @@ from libra_cli.node.processes.stop import (
     stop_everything,
 )
 from libra_cli.node.processes.supervisor import Supervisor, tail
-from libra_cli.node.weights.weight_server import WeightServer
+from libra_cli.node.weights.weight_server import GroupSeat, WeightServer
 
 ASKED_S = 60.0
 """How long an agent that is asked to stop everything may take."""
@@ -100,6 +100,9 @@ class Agent:
             "lease": self._tell_lease,
             "weights_serve": self._weights_serve,
             "pull": self._pull,
+            "fabric_join": self._fabric_join,
+            "fabric_connect": self._fabric_connect,
+            "fabric_send": self._fabric_send,
             "forget": self._forget,
             "damaged": self._damaged,
             "shutdown": self._shutdown,
@@ -293,8 +296,26 @@ class Agent:
     async def _weights_serve(self, bind: str, port: int) -> int:
         return self._weights().serve(bind, port)
 
-    async def _pull(self, name: str, sources: Sequence[str], limit_s: float) -> dict[str, object]:
-        pulled = await asyncio.to_thread(self._weights().pull, name, sources, limit_s)
+    async def _fabric_join(self, group: str, interface: str, rank: int, size: int) -> str:
+        join = self._weights().fabric.join
+        return await asyncio.to_thread(join, group, interface, rank, size)
+
+    async def _fabric_connect(self, seat: Mapping[str, Any]) -> None:
+        place = GroupSeat(**seat)
+        await asyncio.to_thread(self._weights().fabric.connect, place.group, place.addresses)
+
+    async def _fabric_send(self, name: str, seat: Mapping[str, Any], limit_s: float) -> None:
+        await asyncio.to_thread(self._weights().send, name, GroupSeat(**seat), limit_s)
+
+    async def _pull(
+        self,
+        name: str,
+        sources: Sequence[str],
+        limit_s: float,
+        seat: Mapping[str, Any] | None = None,
+    ) -> dict[str, object]:
+        place = GroupSeat(**seat) if seat else None
+        pulled = await asyncio.to_thread(self._weights().pull, name, sources, limit_s, place)
         if pulled.detail:
             log(f"{name}: {pulled.detail}")
         return asdict(pulled)

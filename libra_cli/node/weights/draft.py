@@ -112,6 +112,11 @@ class Draft:
             was, self._states[name][index] = self._states[name][index], HERE
         return was != HERE
 
+    def came(self, name: str, index: int) -> None:
+        """Record that a chunk is in its place and right, which whoever wrote it has checked."""
+        with self._lock:
+            self._states[name][index] = HERE
+
     @property
     def is_begun(self) -> bool:
         """Whether any chunk has come."""

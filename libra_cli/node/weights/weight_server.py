@@ -10,6 +10,9 @@ kept for the next attempt.
 If the manifest names a delta and this host has its base, only the delta travels, and a process of
 its own (``node.weights.patch``, which needs numpy; the agent has only the standard library)
 rebuilds the files. They are checked as if they had arrived. If that fails, a full copy is fetched.
+
+With a seat in a process group (``fabric``) the files come by that first, and only what has not come
+so is pulled.
 """
 
 from __future__ import annotations
@@ -42,9 +45,12 @@ from libra_cli.node.weights.chunks import (
 )
 from libra_cli.node.weights.download import Client, Download, DownloadFailed, place_of
 from libra_cli.node.weights.draft import Draft
+from libra_cli.node.weights.fabric import FabricMember
 from libra_cli.node.weights.weight_handler import WeightHandler
 
 VERSION = re.compile(r"v\d+-e\d+")
+FABRIC = "fabric"
+"""The kind of a pull that came by a process group whole, and its source's name."""
 PATCH_BYTES_S = 20e6
 """What rebuilding makes at least in a second, besides the time that a pull may be silent."""
 
@@ -55,12 +61,22 @@ class PullResult:
 
     path: str
     kind: str
-    """``full | delta``, or ``local`` where the version was there already."""
+    """``full | delta | fabric``, or ``local`` where the version was there already."""
     sent_by: Mapping[str, int]
     """Bytes of chunks that came over the network for it, used or not, by source."""
     seconds: float
     detail: str = ""
-    """Why a delta that was offered could not be used; empty otherwise."""
+    """Why the fabric, or a delta that was offered, could not be used; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSeat:
+    """A host's place in a process group that a version travels by."""
+
+    group: str
+    """A name that no other group has."""
+    addresses: Sequence[str]
+    """Where the ranks listen, in their order; in base64."""
 
 
 class WeightServer:
@@ -73,6 +89,7 @@ class WeightServer:
         self._drafts: dict[str, Draft] = {}
         self._numbers = count()
         self._server: HostServer | None = None
+        self.fabric = FabricMember()
         root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_ours(root.parent)
         root.mkdir(mode=0o700, exist_ok=True)
@@ -106,11 +123,25 @@ class WeightServer:
             raise AgentRefused("weights", "no certificate is here to show to other hosts")
         return self._credentials
 
-    def pull(self, name: str, sources: Sequence[str], patience_s: float) -> PullResult:
+    def send(self, name: str, seat: GroupSeat, patience_s: float) -> None:
+        """Send a version that is here to the other ranks of a group. Blocks.
+
+        Raises:
+            AgentRefused: the version is not here, or the rank after this one is lost.
+        """
+        _check_name(name)
+        if not (self.root / name).is_dir():
+            raise AgentRefused("weights", f"{name} is not here")
+        self.fabric.send(seat.group, seat.addresses, self.root / name, patience_s)
+
+    def pull(
+        self, name: str, sources: Sequence[str], patience_s: float, seat: GroupSeat | None = None
+    ) -> PullResult:
         """Fetch a version from all sources that have some of it, unless it is here. Blocks.
 
         It may take as long as it likes, but no ``patience_s`` without a byte.
-        ``sources`` are other hosts that have it or pull it too, and the publisher's last.
+        ``sources`` are other hosts that have it or pull it too, and the publisher's last. With a
+        ``seat`` it comes by that group, and from the sources only what has not come so.
 
         Raises:
             AgentRefused: they could not give it, or the disk is full.
@@ -126,7 +157,7 @@ class WeightServer:
             draft = self._draft(name, sources)
             pull = _Pull(self.root, name, draft, sources, self._known(), patience_s)
             try:
-                kind = pull.run()
+                kind = pull.run_with(self.fabric, seat) if seat is not None else pull.run()
                 draft.directory.rename(target)
                 del self._drafts[name]
             except DownloadFailed as error:
@@ -214,6 +245,7 @@ class WeightServer:
         """Stop serving and pulling, and remove all versions."""
         for draft in list(self._drafts.values()):
             draft.is_wanted = False
+        self.fabric.close()
         if self._server is not None:
             self._server.shutdown()  # or its thread would ask a closed socket for ever
             self._server.server_close()
@@ -280,6 +312,28 @@ class _Pull:
                 return "delta"
         self._fetch(manifest.files)
         return "full"
+
+    def run_with(self, fabric: FabricMember, seat: GroupSeat) -> str:
+        """Receive all files by a group; return ``fabric`` then, and as ``run`` if some are missing.
+
+        Raises:
+            DownloadFailed: the sources could not give the rest.
+            AgentRefused: the disk has no room for the files.
+        """
+        draft, files = self._draft, self._draft.manifest.files
+        draft.expect(files)
+        try:
+            fabric.receive(seat.group, seat.addresses, draft.directory, draft.came)
+        except AgentRefused as error:
+            self.detail = str(error)
+        missing = draft.missing_bytes(files)
+        self.received[FABRIC] = sum(one.bytes for one in files.values()) - missing
+        if not missing:
+            return FABRIC
+        self.detail = self.detail or "what came is damaged"
+        if not draft.is_begun:
+            draft.drop(files)  # so that a delta may serve
+        return self.run()
 
     def _fetch(self, files: Mapping[str, ListedFile]) -> None:
         self._draft.expect(files)

@@ -40,9 +40,12 @@ How the numbers are made (``RECENT`` = 10):
                            null where it could not decide; .observed_s is the mean of the first
                            steps after it and its moves, at most 5 and until the next decision
     sync.*_s               from publication until the *last* server that took the version served it
-    sync.full .delta .local  proved syncs whose version came whole, as what changed, or was on the
-                           server's host already; .sent_bytes is what travelled for all of them,
-                           and .full_bytes what would have, had each of the pulls been a full copy
+    sync.full .delta .fabric .local  proved syncs whose version was pulled whole or as what changed,
+                           came by a process group over the trusted interface, or was on the
+                           server's host already; .fabric_missed of the pulls should have come by a
+                           group, and .fabric_detail says why the last of them did not; .sent_bytes
+                           is what travelled for all of them, and .full_bytes what would have, had
+                           each of the pulls been a full copy
 
 A controller that died wrote no end. It is recognised by its pid, the pid's start time and the boot
 it belongs to, and the run is then shown as failed; it ended when it last wrote.

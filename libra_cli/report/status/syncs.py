@@ -23,6 +23,11 @@ class Sync:
     full: int
     delta: int
     local: int
+    fabric: int
+    fabric_missed: int
+    """Pulls that were to come over the fabric and did not."""
+    fabric_detail: str
+    """Why the newest of them did not; empty if there is none."""
     sent_bytes: int
     full_bytes: int
 
@@ -45,6 +50,7 @@ def sync_times(syncs: Iterable[SyncRecord]) -> dict[int, float]:
 def sync_part(syncs: Sequence[SyncRecord]) -> Sync:
     """How the versions came to the servers, over the whole run."""
     times = list(sync_times(syncs).values())
+    missed = [sync for sync in syncs if sync.verified and sync.detail]
     return Sync(
         versions=len({(sync.version, sync.trainer_incarnation) for sync in syncs}),
         verified=sum(sync.verified for sync in syncs),
@@ -56,6 +62,9 @@ def sync_part(syncs: Sequence[SyncRecord]) -> Sync:
         full=sum(sync.kind == "full" for sync in syncs),
         delta=sum(sync.kind == "delta" for sync in syncs),
         local=sum(sync.kind == "local" for sync in syncs),
+        fabric=sum(sync.kind == "fabric" for sync in syncs),
+        fabric_missed=len(missed),
+        fabric_detail=missed[-1].detail if missed else "",
         sent_bytes=sum(sync.sent_bytes for sync in syncs),
         full_bytes=sum(sync.bytes for sync in syncs if sync.kind in ("full", "delta")),
     )

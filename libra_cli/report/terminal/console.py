@@ -275,6 +275,10 @@ def _fact_weights(facts: Table, summary: RunSummary) -> None:
         share = sync.sent_bytes / sync.full_bytes
         pulls = f"{sync.delta:,} of {sync.delta + sync.full:,} pulls sent only changes"
         fact(facts, "pulled", f"{pulls}, all {share:.1%} of the bytes of full copies")
+    if sync.fabric or sync.fabric_missed:
+        told = f"{sync.fabric:,} of {sync.fabric + sync.fabric_missed:,} pulls came by it"
+        last = f"; the last one that did not: {sync.fabric_detail}" if sync.fabric_missed else ""
+        fact(facts, "fabric", told + last)
     if summary.logprob_gap is not None:
         gap = f"{summary.logprob_gap:.1e} log-probability, rollout to trainer"
         gap += f" (max {number(summary.logprob_gap_max, '.1e')})"

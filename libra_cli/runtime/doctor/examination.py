@@ -25,6 +25,7 @@ from libra_cli.core.preflight.checks import examine
 from libra_cli.core.preflight.findings import Finding
 from libra_cli.core.preflight.host_report import (
     AllReduce,
+    FabricReport,
     HostReport,
     TeacherReport,
     TemplateReport,
@@ -38,6 +39,7 @@ from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.exits import error_in
 from libra_cli.runtime.teacher import Teacher
+from libra_cli.runtime.weights.fabric import tried
 
 SEND_S = 0.5
 """How long data is sent from one host to another."""
@@ -106,6 +108,7 @@ class Examination:
         transfers = await self._transfers()
         self._on_stage("trying an all-reduce")
         all_reduces = await self._all_reduces()
+        fabric = await self._fabric()
         self._on_stage("trying the chat template")
         template = await self._template()
         teacher = await self._teacher()
@@ -113,6 +116,7 @@ class Examination:
             cluster.case(),
             transfers=transfers,
             all_reduces=all_reduces,
+            fabric=fabric,
             template=template,
             teacher=teacher,
         )
@@ -196,6 +200,14 @@ class Examination:
         except LibraError as error:
             return replace(done, error=error_in(str(error)))
         return replace(done, seconds=float(told["seconds"]))
+
+    async def _fabric(self) -> FabricReport | None:
+        interface = self._recipe.weight_sync.trusted_interface
+        names = [node.name for node in self._open]
+        if interface is None or len(names) < 2:
+            return None
+        self._on_stage(f"trying a process group over {interface}")
+        return await tried({name: self._cluster.hosts[name] for name in names}, interface)
 
     # -- the model ------------------------------------------------------------------------------
 

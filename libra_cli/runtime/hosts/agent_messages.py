@@ -54,17 +54,27 @@ class PulledVersion:
 
     path: str
     kind: str
-    """``full | delta``, or ``local`` if it was there before."""
+    """``full | delta | fabric``, or ``local`` if it was there before."""
     sent_by: Mapping[str, int]
     """Bytes that came over the network for it, by source."""
     seconds: float
     detail: str
-    """Why a delta that was offered could not be used; empty otherwise."""
+    """Why the fabric, or a delta that was offered, could not be used; empty otherwise."""
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that came over the network for the version."""
         return sum(self.sent_by.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A host's place in a process group that a version travels by."""
+
+    group: str
+    """A name that no other group has."""
+    addresses: tuple[str, ...]
+    """Where the ranks listen, in their order, as gloo tells it, in base64."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from libra_cli.config.errors import HostError, HostKeyError, HostLost, LibraError
@@ -34,6 +35,7 @@ from libra_cli.runtime.hosts.agent_messages import (
     PulledVersion,
     Reconnected,
     Rejoined,
+    Seat,
     StartedProcess,
     StoppedProcess,
 )
@@ -361,21 +363,59 @@ class Host:
 
     @reads_answers(HostError)
     async def pull(
-        self, name: str, sources: Sequence[str], *, timeout_s: float = 120.0, size: int = 0
+        self,
+        name: str,
+        sources: Sequence[str],
+        *,
+        timeout_s: float = 120.0,
+        size: int = 0,
+        seat: Seat | None = None,
     ) -> PulledVersion:
         """Fetch a weight version from all sources (``peer_url``), the publisher's last.
 
-        Bytes may come for as long as ``size`` of them take on the thinnest link.
+        With a ``seat`` it comes by that group first. Bytes may come for as long as ``size`` of them
+        take on the thinnest link.
 
         Raises:
             WeightsError: they did not give all of it, or nothing for ``timeout_s``.
         """
         # The agent gives up first: its answer says which source failed in what way.
         limit_s = timeout_s + ANSWER_S + size / THINNEST_BYTES_S
+        more = {} if seat is None else {"seat": asdict(seat)}
         answer = await self._connection.ask(
-            "pull", timeout_s=limit_s, name=name, sources=[*sources], limit_s=timeout_s
+            "pull", timeout_s=limit_s, name=name, sources=[*sources], limit_s=timeout_s, **more
         )
         return built(PulledVersion, answer)
+
+    async def join_fabric(
+        self, group: str, interface: str, rank: int, size: int, *, timeout_s: float
+    ) -> str:
+        """Join a process group, and return where this host's rank listens.
+
+        Raises:
+            LibraError: the host has no such interface, or does not join in time.
+        """
+        order = {"group": group, "interface": interface, "rank": rank, "size": size}
+        return str(await self._connection.ask("fabric_join", timeout_s=timeout_s, **order))
+
+    async def connect_fabric(self, seat: Seat) -> None:
+        """Connect to all other ranks of the group, and leave it.
+
+        Raises:
+            LibraError: one cannot be reached.
+        """
+        await self._ask("fabric_connect", seat=asdict(seat))
+
+    async def send_by_fabric(self, name: str, seat: Seat, *, timeout_s: float) -> None:
+        """Send a weight version of this host to the other ranks of a group.
+
+        Raises:
+            LibraError: they have not taken all of it within ``timeout_s``.
+        """
+        limit_s = timeout_s + ANSWER_S
+        await self._connection.ask(
+            "fabric_send", timeout_s=limit_s, name=name, seat=asdict(seat), limit_s=timeout_s
+        )
 
     async def damaged(self, name: str, *, size: int) -> str:
         """Return a file of a weight version that is not as its manifest says; empty if none is.

@@ -179,6 +179,7 @@ class Servers:
                     served_at=served_at,
                     sent_bytes=place.sent_bytes,
                     kind=place.kind,
+                    detail=place.detail,
                 )
         except NotConnected:
             reason = "the server was stopped meanwhile"

@@ -6,6 +6,9 @@ passes on the chunks that it has, so that the trainer's link is not the only one
 chunk is checked against the manifest, since a host may pass on what its own disk has damaged, and
 the directory gets its name when all are there. Each host pulls a version once, however many servers
 it has. A host that has the version before pulls only the difference.
+
+With ``weight_sync.trusted_interface`` a version comes by a process group first (``fabric``), and
+only what did not come so is pulled.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from libra_cli.core.events import PublishedVersion
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.types import WeightVersion
 from libra_cli.runtime.credentials.authority import peer_url
-from libra_cli.runtime.hosts.agent_messages import PulledVersion
+from libra_cli.runtime.hosts.agent_messages import PulledVersion, Seat
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.supervision.answers import finite, understood
+from libra_cli.runtime.weights.fabric import Fabric
 
 RENEWAL_S = 1.0
 """Seconds between two attempts to pull a version that the trainer writes again."""
@@ -38,9 +42,11 @@ class VersionLocation:
     directory: str
     pull_s: float
     kind: str
-    """``full | delta | local``"""
+    """``full | delta | fabric | local``"""
     sent_bytes: int
     """Bytes that were sent for this request; 0 for the second server of a host."""
+    detail: str = ""
+    """Why it did not come by a process group, where the recipe has them; empty otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +70,13 @@ class Weights:
         origin: str,
         keep: int,
         timeout_s: float,
+        trusted_interface: str | None = None,
     ) -> None:
         """Describe the hosts of a run, by node.
 
         ``directories`` hold the run's version directories; peers reach a node at its ``addresses``
         and ``ports``. ``origin`` is the node whose trainer publishes. ``keep`` versions stay.
+        With a ``trusted_interface`` versions travel by process groups on it first.
         """
         self._hosts = hosts
         self._addresses = {**addresses}
@@ -77,6 +85,11 @@ class Weights:
         self.origin = origin
         self._keep = keep
         self._timeout_s = timeout_s
+        self._fabric = (
+            Fabric(hosts, trusted_interface, origin=origin, timeout_s=timeout_s)
+            if trusted_interface is not None
+            else None
+        )
         self._urls: dict[str, str] = {}
         self._pulls: dict[tuple[str, str], asyncio.Task[VersionLocation]] = {}
         self._have: dict[str, list[str]] = {}
@@ -101,7 +114,7 @@ class Weights:
         key = (node, published.name)
         task = self._pulls.get(key)
         if task is not None:
-            return replace(await asyncio.shield(task), kind="local", sent_bytes=0)
+            return replace(await asyncio.shield(task), kind="local", sent_bytes=0, detail="")
         # Only while it is under way: a host whose agent was replaced has lost what it had.
         task = self._pulls[key] = asyncio.create_task(self._pull(node, published))
         try:
@@ -111,14 +124,23 @@ class Weights:
                 del self._pulls[key]
 
     async def _pull(self, node: str, published: PublishedVersion) -> VersionLocation:
-        name = published.name
-        pulled = await self._pulled(node, published)
+        name, fabric, seat = published.name, self._fabric, None
+        if fabric is not None and name not in self._have.get(node, []):
+            seat = await fabric.seat(node, published)
+        pulled = await self._pulled(node, published, seat)
+        detail = ""
+        if fabric is not None and pulled.kind in ("full", "delta"):
+            told = pulled.detail if seat is not None else fabric.reason(node)
+            detail = f"not over the fabric: {told}"
         others = [other for other in self._have.get(node, []) if other != name]
         held = self._have[node] = [*others, name][-self._keep :]
         await self._hosts[node].forget(held)
-        return VersionLocation(pulled.path, pulled.seconds, pulled.kind, pulled.sent_bytes)
+        place = VersionLocation(pulled.path, pulled.seconds, pulled.kind, pulled.sent_bytes)
+        return replace(place, detail=detail)
 
-    async def _pulled(self, node: str, published: PublishedVersion) -> PulledVersion:
+    async def _pulled(
+        self, node: str, published: PublishedVersion, seat: Seat | None
+    ) -> PulledVersion:
         """Have a host pull a version from all sources, or its renewal if it is damaged at its
         publisher.
         """
@@ -132,8 +154,10 @@ class Weights:
                     await self._sources(node),
                     timeout_s=self._timeout_s,
                     size=published.bytes,
+                    seat=seat,
                 )
             except WeightsError as error:
+                seat = None  # that group is over
                 self._urls.clear()  # a replaced agent must be asked to serve again
                 if self._newest is not None and published.version < self._newest:
                     newer = f"{published.name} is gone, {self._newest.name} is newer"
@@ -247,4 +271,5 @@ def weights_of(cluster: Cluster, spec: WeightSyncSpec, *, origin: str) -> Weight
         origin=origin,
         keep=spec.keep_versions,
         timeout_s=spec.timeout_s,
+        trusted_interface=spec.trusted_interface,
     )

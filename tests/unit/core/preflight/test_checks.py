@@ -24,6 +24,7 @@ from libra_cli.core.preflight.gpu_memory import gpu_memory
 from libra_cli.core.preflight.host_checks import clock_skew
 from libra_cli.core.preflight.host_report import (
     AllReduce,
+    FabricReport,
     Gpu,
     GpuHolder,
     HostReport,
@@ -478,6 +479,35 @@ def test_what_dead_runs_have_left_is_told_with_its_size():
 
 
 # -- between hosts -------------------------------------------------------------------------------
+
+
+TRUSTING = recipe(weight_sync={"trusted_interface": "eth0"})
+
+
+def test_an_interface_that_is_to_be_trusted_must_be_there():
+    (told,) = [one for one in examine(case(of=TRUSTING), quick=True) if one.check == "fabric"]
+    assert told.what == "versions go by gloo over eth0, not encrypted"
+    other = recipe(weight_sync={"trusted_interface": "ib0"})
+    found = [one for one in wrong(case(of=other)) if one.check == "fabric"]
+    assert [one.host for one in found] == ["gpu-01", "gpu-02"]
+    assert "'ib0', and it has no such interface" in found[0].what
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [({"up": False}, "which is down"), ({"addresses": ()}, "no address")]
+)
+def test_an_interface_that_is_to_be_trusted_must_be_up_with_an_address(change, reason):
+    interfaces = tuple(replace(one, **change) for one in FIRST.interfaces)
+    found = wrong(case(replace(FIRST, interfaces=interfaces), of=TRUSTING))
+    assert any(one.check == "fabric" and reason in one.what for one in found)
+
+
+def test_a_group_on_the_trusted_interface_that_does_not_meet_stops():
+    found = only(case(of=TRUSTING, fabric=FabricReport({"gpu-02": "timed out"})), "fabric")
+    assert (found.host, found.what) == ("gpu-02", "no process group over eth0: timed out")
+    met = case(of=TRUSTING, fabric=FabricReport({}, 0.02))
+    (told,) = [one for one in examine(met, quick=False) if one.check == "fabric"]
+    assert "where hosts meet in 0.020 s" in told.what
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from libra_cli.core.events import PublishedVersion
 from libra_cli.core.launch.process import HostFacts
 from libra_cli.core.types import WeightVersion
 from libra_cli.runtime.credentials.authority import peer_url
-from libra_cli.runtime.hosts.agent_messages import PulledVersion
+from libra_cli.runtime.hosts.agent_messages import PulledVersion, Seat
 from libra_cli.runtime.weights import versions as module
 from libra_cli.runtime.weights.versions import Weights, weights_of
 
@@ -27,6 +27,7 @@ class FakeHost:
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
         self.pulled: list[str] = []
+        self.seats: list[Seat | None] = []
         self.serving = 0
         self.gone: set[str] = set()
         self.damaged_for = 0
@@ -42,8 +43,9 @@ class FakeHost:
         return port
 
     async def pull(
-        self, name: str, sources: list[str], *, timeout_s: float, size: int
+        self, name: str, sources: list[str], *, timeout_s: float, size: int, seat: Seat | None
     ) -> PulledVersion:
+        self.seats.append(seat)
         self.asked.append(sources)
         self.pulled.append(name)
         await self.may_end.wait()
