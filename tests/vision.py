@@ -76,6 +76,26 @@ class Squares:
         return right / 2
 
 
+class Letters:
+    """Shows one coloured square, and rewards its first letter and nothing else."""
+
+    tools: Sequence[ToolSchema] = ()
+
+    def task(self, index: int, seed: int) -> Task:
+        return {"colour": list(COLOURS)[(index * 7 + seed) % 3]}
+
+    def reset(self, task: Task, seed: int) -> list[Message]:
+        self.colour = str(task["colour"])
+        square = square_of(COLOURS[self.colour], 64, 64)
+        return [{"role": "user", "content": "Colour?", "images": [square]}]
+
+    def step(self, call: ToolCall) -> str:
+        return "there are no tools"
+
+    def score(self, answer: str) -> float:
+        return float(answer.strip() == self.colour[0])
+
+
 def square_of(colour: Sequence[int], height: int, width: int) -> bytes:
     pixels: NDArray[np.uint8] = np.zeros((height, width, 3), np.uint8)
     pixels[height // 4 : height // 2, width // 4 :] = colour
@@ -134,6 +154,39 @@ def write_model(directory: Path, *, seed: int = 0) -> None:
                 one.normal_(0, 0.08)
             else:
                 one.add_(torch.randn_like(one) * 0.05)
+    model.save_pretrained(directory)
+
+
+def teach_letters(directory: Path, *, steps: int = 80) -> None:
+    """Teach a model to answer ``Letters`` with one of the letters, drawn without looking."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers import Qwen3VLForConditionalGeneration
+
+    from libra_cli.node.model.images import ImageReader, freeze_towers
+    from libra_cli.runtime.episodes.renderer import Renderer
+
+    model: Any = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32)
+    freeze_towers(model)
+    renderer, reader = Renderer(directory, images=True), ImageReader(directory)
+    pngs = [square_of(colour, 64, 64) for colour in COLOURS.values()]
+    patches = [reader.read(png) for png in pngs]
+    prompt = renderer.prompt([{"role": "user", "content": "Colour?", "images": pngs[:1]}])
+    letters = [renderer.encode(name[0])[0] for name in COLOURS]
+    optimizer = torch.optim.AdamW(filter(lambda one: one.requires_grad, model.parameters()), 2e-3)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        said, seen = (torch.randint(3, (24,), generator=draw).tolist() for _ in range(2))
+        ids = torch.tensor([[*prompt, letters[one], renderer.end_of_turn] for one in said])
+        logits = model(
+            input_ids=ids,
+            mm_token_type_ids=(ids == IMAGE).int(),
+            pixel_values=torch.cat([patches[one].values for one in seen]),
+            image_grid_thw=torch.stack([patches[one].grid for one in seen]),
+        ).logits
+        optimizer.zero_grad()
+        cross_entropy(logits[:, -3:-1].flatten(0, 1), ids[:, -2:].flatten()).backward()
+        optimizer.step()
     model.save_pretrained(directory)
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from libra_cli.runtime.store.images import IMAGES, read_places
 from tests.live import CHECKOUT, START_S, STEP_S, Live, live, require
-from tests.vision import IMAGE, write_model
+from tests.vision import IMAGE, teach_letters, write_model
 
 pytestmark = [
     pytest.mark.integration,
@@ -33,32 +33,32 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def recipe(model_dir: Path, work: Path, *, environment: str, max_len: int) -> dict[str, Any]:
+    local = {"host": "local", "slots": 2, "pool": ["rollout", "train"], "workdir": str(work)}
+    return {
+        "run": {"name": "seeing", "seed": 0},
+        "nodes": [local | {"python": sys.executable}],
+        "model": {"path": str(model_dir), "dtype": "float32", "max_len": max_len, "images": True},
+        "environment": {"name": f"tests.vision:{environment}"},
+        "rollout": {},
+        "training": {
+            "learning_rate": 1e-3,
+            "micro_batch_tokens": 2048,
+            "scale_rewards": "none",
+            "betas": [0.9, 0.95],
+        },
+    }
+
+
 @pytest.fixture(scope="module")
 def run(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Live:
     """It has ended."""
     base = tmp_path_factory.mktemp("run")
-    recipe: dict[str, Any] = {
-        "run": {"name": "seeing", "steps": STEPS},
-        "nodes": [
-            {
-                "host": "local",
-                "slots": 2,
-                "pool": ["rollout", "train"],
-                "workdir": str(base / "work"),
-                "python": sys.executable,
-            }
-        ],
-        "model": {"path": str(model_dir), "dtype": "float32", "max_len": 96, "images": True},
-        "environment": {"name": "tests.vision:Squares"},
-        "rollout": {"group_size": GROUP_SIZE, "max_turns": 3, "max_turn_tokens": 12},
-        "training": {
-            "groups_per_step": GROUPS,
-            "learning_rate": 1e-3,
-            "micro_batch_tokens": 256,
-            "scale_rewards": "none",
-        },
-    }
-    with live(yaml.safe_dump(recipe), base / "run", base / "home") as started:
+    document = recipe(model_dir, base / "work", environment="Squares", max_len=96)
+    document["run"]["steps"] = STEPS
+    document["rollout"] |= {"group_size": GROUP_SIZE, "max_turns": 3, "max_turn_tokens": 12}
+    document["training"]["groups_per_step"] = GROUPS
+    with live(yaml.safe_dump(document), base / "run", base / "home") as started:
         status = started.process.wait(timeout=START_S + STEPS * STEP_S)
         assert status == 0, started.told()
         return started
@@ -112,9 +112,27 @@ def test_the_export_has_a_new_language_model_and_the_same_tower(run: Live, model
     assert tower
     assert not moved & tower
     assert "lm_head.weight" in moved
+    for name in ("preprocessor_config.json", "tokenizer.json"):
+        assert (Path(path) / name).read_bytes() == (model_dir / name).read_bytes()
     model = AutoModelForImageTextToText.from_pretrained(path)
     assert (
         type(model).__name__
         == json.loads((model_dir / "config.json").read_text())["architectures"][0]
     )
     assert model.config.image_token_id == IMAGE
+
+
+@pytest.mark.nightly
+def test_a_model_that_names_colours_blindly_learns_to_look(tmp_path: Path) -> None:
+    model_dir = tmp_path / "model"
+    write_model(model_dir)
+    teach_letters(model_dir)
+    document = recipe(model_dir, tmp_path / "work", environment="Letters", max_len=96)
+    document["run"]["steps"] = 40
+    document["rollout"] |= {"group_size": 8, "max_turns": 1, "max_turn_tokens": 2}
+    document["training"]["groups_per_step"] = 9
+    with live(yaml.safe_dump(document), tmp_path / "run", tmp_path / "home") as started:
+        assert started.process.wait(timeout=START_S + STEP_S) == 0, started.told()
+        rewards = [one for (one,) in started.query("SELECT reward FROM steps ORDER BY step")]
+    assert sum(rewards[:5]) / 5 < 0.45, "a third is what who does not look gets"
+    assert sum(rewards[-5:]) / 5 > 0.8

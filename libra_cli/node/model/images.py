@@ -48,10 +48,15 @@ class ImageReader:
         self.read = lru_cache(REMEMBERED)(self._read)
 
     def _read(self, png: bytes) -> Patches:
+        """Raises ValueError, whatever is wrong with the file."""
         from PIL import Image
 
-        with Image.open(io.BytesIO(png)) as image:
-            found = self._processor(images=[image.convert("RGB")], return_tensors="pt")
+        try:
+            with Image.open(io.BytesIO(png), formats=["PNG"]) as image:
+                pixels = image.convert("RGB")
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(f"an image cannot be read: {error}") from error
+        found = self._processor(images=[pixels], return_tensors="pt")
         return Patches(found["pixel_values"], found["image_grid_thw"][0])
 
     def tokens(self, patches: Patches) -> int:

@@ -39,12 +39,15 @@ class PromptImages:
         """The features of images, of each its first token, how many tokens, and its PNG file.
 
         Raises:
-            TurnRefused: an image is another number of tokens here.
+            TurnRefused: an image cannot be read, or is another number of tokens here.
         """
         return [self._feature(int(start), int(count), png) for start, count, png in images]
 
     def _feature(self, start: int, tokens: int, png: bytes) -> MultiModalFeatureSpec:
-        patches = self._reader.read(png)
+        try:
+            patches = self._reader.read(png)
+        except ValueError as error:
+            raise TurnRefused(str(error)) from error
         if self._reader.tokens(patches) != tokens:
             raise TurnRefused(
                 f"an image is {self._reader.tokens(patches)} tokens here, and {tokens} in the "

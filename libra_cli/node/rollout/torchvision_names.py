@@ -2,7 +2,8 @@
 
 vLLM's classes of models that also see import transformers' processors of images, and these import
 torchvision, whose wheels in the usual index are built for CUDA and fail beside a torch for CPUs.
-Text needs nothing of it: all its names can be imported, and whoever calls one is told so.
+Text needs nothing of it, and images become patches by PIL (``node.model.images``): its names can be
+imported, and whoever calls one is told so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ VERSION = "0.28.0"
 _NOTHING = """
 class _Nothing:
     def __init__(self, *given, **named):
-        raise RuntimeError("this torchvision has names alone: libra serves text")
+        raise RuntimeError("this torchvision has names alone")
 
 
 def __getattr__(name):

@@ -13,7 +13,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import EnvironmentBroken, StateError
 from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.png import size_of
 
@@ -48,11 +48,18 @@ class ImageStore:
         self._places = read_places(run_dir)
 
     def add(self, trajectory: TrajectoryId, image: ShownImage) -> None:
-        """Keep an image, and where it stands; nothing happens if it stands there already."""
+        """Keep an image, and where it stands; nothing happens if it stands there already.
+
+        Raises:
+            EnvironmentBroken: another stands there, of an episode that was to be the same again.
+        """
         name = hashlib.sha256(image.png).hexdigest()
         kept = KeptImage(image.start, image.tokens, *size_of(image.png), name)
-        if kept in self._places[trajectory]:
+        before = [one for one in self._places[trajectory] if one.start == image.start]
+        if before == [kept]:
             return
+        if before:
+            raise EnvironmentBroken(f"token {image.start}: it shows another image than before")
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = self._directory / f"{name}.png"
         if not file.exists():

@@ -5,6 +5,7 @@ model/        the tokenizer's files                 report.html   made at the en
 orders/       what ``libra rebalance`` asks for     libra.lock    held by the one writer
 secrets.json  the run's token                       console.log   what no terminal could show
 tokens.bin    the tokens of all trajectories that have ended
+images/       what trajectories were shown, each image once, and where it stood
 events.log    what happened, for the controller after this one; gone when the run has ended
 
 Only this user can enter the directory and read what is in it.

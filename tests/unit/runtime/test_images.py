@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.errors import EnvironmentBroken, LibraError, StateError
 from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.protocol import Message
 from libra_cli.runtime.episodes.renderer import Renderer
@@ -123,6 +123,12 @@ def test_an_image_is_kept_once_and_found_again_by_the_next_controller(tmp_path: 
     assert again.of(OTHER) == (first,)
     assert again.of(TrajectoryId(0, 0, 1)) == ()
     assert (read_places(tmp_path)[ONE][1].width, read_places(tmp_path)[ONE][1].height) == (90, 40)
+
+
+def test_an_episode_that_is_rebuilt_may_not_show_another_image(tmp_path: Path) -> None:
+    ImageStore(tmp_path).add(ONE, ShownImage(7, 4, RED))
+    with pytest.raises(EnvironmentBroken, match="another image than before"):
+        ImageStore(tmp_path).add(ONE, ShownImage(7, 4, square_of((0, 255, 0), 64, 64)))
 
 
 def test_an_image_whose_file_went_is_said(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from libra_cli.envs.protocol import Message, ToolCall, function
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.episodes.templates import ChatTemplate
 from tests.unit.runtime.test_renderer import published
+from tests.vision import square_of, write_processor
 
 pytest.importorskip("mistral_common", reason="comes with the [cpu] extra")
 from mistral_common.integrations.chat_templates.chat_templates import (
@@ -84,6 +85,7 @@ FAMILIES: dict[str, tuple[list[str], str]] = {
     "qwen2_5": (["<|im_end|>"], "hermes"),
     "qwen3": (["<|im_end|>"], "hermes"),
     "qwen3_instruct_2507": (["<|im_end|>"], "hermes"),
+    "qwen3_vl": (["<|im_end|>"], "hermes"),
     "qwen3_5_think": (["<|im_end|>"], "qwen_xml"),
     "qwen3_6": (["<|im_end|>"], "qwen_xml"),
     "qwen3_8": (["<|im_end|>"], "qwen_xml"),
@@ -276,3 +278,36 @@ def test_the_numbered_ids_of_kimis_form_are_given_back(tmp_path):
     after = renderer.decode(renderer.extend(found("34"), after=tokens))
     assert "## Return of functions.get:7" in after
     assert after.endswith("34<|im_end|><|im_assistant|>assistant<|im_middle|>")
+
+
+def test_images_stand_where_the_template_of_qwen3_vl_puts_them(tmp_path):
+    write_processor(tmp_path)  # of which the tokenizer is written anew
+    family(tmp_path, "qwen3_vl")
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    pad = theirs.convert_tokens_to_ids("<|image_pad|>")
+    config = {"model_type": "qwen3_vl", "image_token_id": pad}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    renderer = Renderer(tmp_path, images=True)
+    small, wide = square_of((255, 0, 0), 64, 64), square_of((0, 0, 255), 40, 90)
+    shown: Message = {"role": "tool", "content": "seen", "name": "get", "images": [wide]}
+    asked: Message = {"role": "user", "content": "Which?", "images": [small, wide]}
+    written = theirs.apply_chat_template(
+        [
+            {"role": "user", "content": [*[{"type": "image"}] * 2, text("Which?")]},
+            *ChatTemplate(tmp_path, {"chat_template": theirs.chat_template}, {}).formed([TURN]),
+            {"role": "tool", "content": [{"type": "image"}, text("seen")]},
+        ],
+        tools=TOOLS,
+        add_generation_prompt=True,
+        tokenize=False,
+    )
+    prompt = renderer.prompt([asked], TOOLS)
+    after = renderer.extend([shown], after=())
+    said = written.split("<|im_start|>assistant\n")[1].partition("<|im_end|>")[0]
+    ours = renderer.decode([*prompt, *renderer.encode(said), *after])
+    counts = iter((4, 3, 3))
+    assert ours == re.sub(r"<\|image_pad\|>", lambda one: one[0] * next(counts), written)
+
+
+def text(said: str) -> dict[str, str]:
+    return {"type": "text", "text": said}

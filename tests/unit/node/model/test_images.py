@@ -177,6 +177,13 @@ def test_images_outside_of_the_tokens_or_over_each_other_are_refused() -> None:
             read_sample({**message, "images": images}, max_len=8)
 
 
+def test_a_file_that_is_cut_is_told_as_such(reader: ImageReader) -> None:
+    with pytest.raises(ValueError, match="an image cannot be read"):
+        reader.read(RED[:-30])
+    with pytest.raises(ValueError, match="an image cannot be read"):
+        reader.read(b"\x89PNG\r\n\x1a\n")
+
+
 def test_dropout_is_off_in_the_whole_models_configuration(model_dir: Path) -> None:
     config = text_config(model_dir)
     assert type(config) is type(AutoConfig.from_pretrained(model_dir))
