@@ -11,6 +11,8 @@ Reckoned from the size of the model's files and the recipe:
   best and the one being written, divided among the hosts that train. On the first of these are also
   the models that a run leaves at its end.
 - Memory: the versions, unless they are on a disk, and what each process takes beside its GPU.
+  Rank 0 reads the model for all ranks before it is sharded, and later its host's part of a version
+  lies in page-locked memory.
 
 The memory of GPUs is looked at in ``gpu_memory``.
 """
@@ -39,6 +41,9 @@ cache and a model of a megabyte in one process; of several ranks each has one of
 """
 RANK_BYTES = GIB
 """Bytes of a rank beside its states: torch and its libraries."""
+LOCKED_ROUNDING = 4 / 3
+"""Bytes of page-locked memory for a byte of a version: torch rounds each tensor up to a power of
+two, which is a third more over sizes spread evenly between two powers."""
 LEAST_VERSIONS = 256 * MIB
 """Bytes for versions of a model of unknown size, which is one that libra builds."""
 FORMATS = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -119,6 +124,10 @@ def host_needs(
     memory += len(servers) * SERVER_BYTES + len(train + gradient) * RANK_BYTES
     if train and node.gpus and recipe.training.optimizer == "adamw_offload":
         memory += int(MOMENT_BYTES * trained)
+    if node.gpus and node.name == node_of(plan.train[0]):
+        read = FORMATS["bfloat16" if recipe.training.lora else "float32"] * parameters
+        # It reads the model, and later copies versions.
+        memory += int(max(read, LOCKED_ROUNDING * served * trained / len(hosts)))
     if not node.gpus:
         memory += len(servers) * int(served * (parameters + drafting) + recipe.rollout.kv_gib * GIB)
         frozen = served * parameters if recipe.training.lora else 0.0

@@ -982,6 +982,14 @@ def test_experts_must_divide_too(key):
     assert refused_degree({**config, key: 1400}, 8) == ""
 
 
+def test_the_host_of_rank_0_holds_the_model_as_it_is_read():
+    of = recipe()
+    plan, (_, node) = initial_plan(of), of.nodes
+    head = host_needs(of, plan, node, MODEL).memory
+    other = replace(plan, train=("gpu-01/0", *plan.train))
+    assert head - host_needs(of, other, node, MODEL).memory == int(4 * parameters_of(MODEL))
+
+
 def test_a_template_that_does_not_fit_stops():
     report = TemplateReport("/models/m: not prefix-stable", "use Qwen3's")
     found = only(case(template=report), "template")
@@ -1047,9 +1055,10 @@ def test_parameters_of_a_format_that_nobody_knows_count_as_two_bytes():
 def test_processes_without_gpus_have_weights_and_states_in_the_memory_of_the_host():
     """Of two billion parameters, in float32."""
     cache = {"rollout": {"kv_gib": 3}}
-    assert beside_versions("gpu-02", 2) == 2 * RANK_BYTES
+    read = 4 * 2 * GB
+    assert beside_versions("gpu-02", 2) == 2 * RANK_BYTES + read
     offloads = {"training": {"optimizer": "adamw_offload"}}
-    assert beside_versions("gpu-02", 2, **offloads) == 2 * RANK_BYTES + 8 * 2 * GB
+    assert beside_versions("gpu-02", 2, **offloads) == 2 * RANK_BYTES + read + 8 * 2 * GB
     assert beside_versions("gpu-02", 0) == 2 * (RANK_BYTES + 16 * 2 * GB)
     assert beside_versions("gpu-01", 2, **cache) == 2 * SERVER_BYTES
     assert beside_versions("gpu-01", 0, **cache) == 2 * (SERVER_BYTES + 8 * GB + 3 * 2**30)
