@@ -151,13 +151,15 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
             profile.facts,
             optimizer=given.optimizer,
             reference=given.needs.reference,
-            activation_offload=given.activation_offload,
-            tiled_mlp=given.tiled_mlp,
         )
         if facts.gpu_gib < UNCHECKED_GIB:
             # Elsewhere its parameters are those of the versions, and its steps are the run's own,
             # with all their passes.
-            facts = facts.with_adapter(given.lora)
+            facts = replace(
+                facts.with_adapter(given.lora),
+                activation_offload=given.activation_offload,
+                tiled_mlp=given.tiled_mlp,
+            )
             training = replace(
                 training,
                 passes=passes_of(given),

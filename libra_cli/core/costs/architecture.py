@@ -120,6 +120,10 @@ class Architecture(Protocol):
     def tiled_bytes(self, width: int = 2) -> int:
         """The part of ``layer_bytes`` that ``training.tiled_mlp`` needs for one tile alone."""
 
+    @property
+    def tiled_parameters(self) -> int:
+        """Parameters, in all layers, of what is computed once more with ``training.tiled_mlp``."""
+
 
 def architecture_of(config: Mapping[str, Any], model: str) -> Architecture:
     """The architecture that a ``config.json`` describes; ``model`` is told to people.
@@ -299,6 +303,11 @@ class DenseTransformer:
 
     def tiled_bytes(self, width: int = 2) -> int:
         return 4 * width * self.inner
+
+    @property
+    def tiled_parameters(self) -> int:
+        """Parameters of the feed-forward parts of all layers."""
+        return 3 * self.hidden * self.inner * self.layers
 
 
 PUBLISHED: Mapping[str, DenseTransformer] = MappingProxyType(

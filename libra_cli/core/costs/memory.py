@@ -32,7 +32,8 @@ are shared by W ranks either way; but of a layer 1 / n of the experts is gathere
 at a time, the tokens that travel are there twice, and AdamW takes one parameter at a time: twice
 4 bytes of the largest, since torch's lists of tensors are of one mesh.
 
-With ``activation_offload`` the inputs of two layers are there at a time. With ``tiled_mlp`` inner
+With ``activation_offload`` the inputs of two layers are there at a time; those of all layers are in
+page-locked memory of the host (``offloaded_bytes``). With ``tiled_mlp`` inner
 units are there of ``TILE_TOKENS`` tokens, and beside them three hidden states of every token.
 
 A world of one computes under autocast: it keeps float32 inputs of the norms, and copies of the
@@ -155,6 +156,12 @@ def rank_memory(
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return MemoryUse({**states, **moments[moment]}, moment)
+
+
+def offloaded_bytes(shape: Architecture, *, world: int, tokens: Tokens, width: int = 2) -> float:
+    """Bytes of the host's memory that a rank locks with ``activation_offload``: the inputs of all
+    layers, of the ``tokens`` of a micro-batch that it has itself."""
+    return float(tokens * shape.layers * _input_bytes(shape, world, width))
 
 
 def parting(ep_size: int, shards: int, experts: int | None) -> int:

@@ -354,6 +354,11 @@ class MixtureTransformer:
         """Return 0: experts are not tiled."""
         return 0
 
+    @property
+    def tiled_parameters(self) -> int:
+        """Return 0: experts are not tiled."""
+        return 0
+
 
 def _dense_layers(config: Mapping[str, Any], layers: int) -> int:
     """Layers without experts: the first ones of DeepSeek and GLM, named ones of Qwen."""

@@ -19,7 +19,11 @@ own gradients. ``reduce``: replicas exchange float32 gradients once a step; a ri
 ``attend``: where n ranks share a forward pass (``cp_size``), attention exchanges tokens for heads
 forward, forward once more and backward (``costs.heads``), and waits for them; the longest
 trajectory is then on n ranks, and a micro batch on as many. ``offload``: with moments in the host's
-memory, 16 bytes a trained parameter and replica at ``HOST_BANDWIDTH``. Gradient workers shorten
+memory, 16 bytes a trained parameter and replica at ``HOST_BANDWIDTH``. Where the inputs of layers
+are in the host's memory (``activation_offload``) a step waits p x 2 x 2 bytes x layers x hidden x
+T / w / HOST_BANDWIDTH besides, for both ways. With ``tiled_mlp`` the feed-forward parts go forward
+once more: ``token_s`` grows by ``FORWARD`` times their share of the parameters that a token is
+multiplied with. Gradient workers shorten
 ``busy``, which is the step without ``step_s`` and ``offload``: with workers i that would take
 ``c_i`` for all of it, and ``t = gradient bytes / link_bandwidth`` for their gradients, all end
 after ``T`` seconds, with::
@@ -246,6 +250,7 @@ class TrainingCost:
         """Seconds of a step that gradient workers can shorten."""
         exchange_s = self._exchange_s(ranks, workload)
         waited_s = self._attend_s(ranks, workload) + self._travel_s(ranks, workload)
+        waited_s += self._inputs_s(ranks, workload)
         return self.compute_s(ranks, workload) + self.exposed * exchange_s + waited_s
 
     @property
@@ -263,9 +268,10 @@ class TrainingCost:
     def compute_s(self, ranks: int, workload: Workload) -> Seconds:
         """Seconds of arithmetic of a step: shared evenly, but a trajectory stays on one rank, or on
         those that share a forward pass."""
-        even = (self.token_s * workload.tokens + self.pair_s * workload.pairs) / ranks
+        token_s = self.token_s * (1 + self._again)
+        even = (token_s * workload.tokens + self.pair_s * workload.pairs) / ranks
         context = workload.longest_expected
-        longest = self.token_s * context + self.pair_s * context**2 / 2
+        longest = token_s * context + self.pair_s * context**2 / 2
         return self.passes * max(even, longest / self.sharing(ranks, workload.longest.context))
 
     def communication_ratio(self, ranks: int, workload: Workload) -> float:
@@ -356,6 +362,21 @@ class TrainingCost:
         inside = sharing <= self.node_gpus
         bandwidth = self.node_bandwidth if inside else self.network_bandwidth
         return self.passes * token_bytes * workload.tokens / ranks / bandwidth
+
+    @property
+    def _again(self) -> float:
+        """What ``tiled_mlp`` adds to the seconds of a token, as a share of them."""
+        shape = self.facts.architecture
+        return FORWARD * shape.tiled_parameters / shape.active_parameters * self.facts.tiled_mlp
+
+    def _inputs_s(self, ranks: int, workload: Workload) -> Seconds:
+        """Seconds that the inputs of layers are on the way to the host's memory and back, on the
+        stream that computes; two bytes a number."""
+        if not self.facts.activation_offload:
+            return 0.0
+        shape = self.facts.architecture
+        token_bytes = 2 * 2 * shape.layers * shape.hidden
+        return self.passes * token_bytes * workload.tokens / ranks / HOST_BANDWIDTH
 
     def _offload_s(self, ranks: int, workload: Workload) -> Seconds:
         if self.facts.optimizer != "adamw_offload":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.architecture import Architecture
@@ -117,13 +118,24 @@ def _worker(recipe: Recipe, shape: Architecture, slot: Slot) -> str:
     return _rank(recipe, shape, [slot], WORKER, slot.num_devices if sharded else 1)
 
 
+class RankGib(NamedTuple):
+    """GiB of a rank of the trainer at its peak."""
+
+    gpu: float
+    """GiB of its GPU, with what CUDA and NCCL take."""
+    locked: float
+    """GiB of its host's memory that it locks for activations."""
+
+
 def rank_gib(
     recipe: Recipe, shape: Architecture, slots: list[Slot], shards: int, gpu_gib: float
-) -> float:
-    """GiB of a trainer's rank at its peak on GPUs of this size, with what CUDA and NCCL take."""
+) -> RankGib:
+    """What each rank on these slots takes, where GPUs have this size."""
     conditions = _conditions(recipe, slots)
     sharing = conditions.sharing(shape, shards, _ranks(slots, shards), gpu_gib)
-    return conditions.rank_gib(shape, shards, sharing)
+    return RankGib(
+        conditions.rank_gib(shape, shards, sharing), conditions.pinned_gib(shape, shards, sharing)
+    )
 
 
 def _conditions(recipe: Recipe, slots: list[Slot]) -> RankConditions:
@@ -153,6 +165,12 @@ def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, sha
     parts = _parts(conditions, shape, shards, sharing, name)
     if name != WORKER and conditions.optimizer == "adamw_offload":
         name = f"{name} (and {8 * shape.trained / shards / GIB:.1f} GiB in the host's memory)"
+    if pinned := conditions.pinned_gib(shape, shards, sharing):
+        most = max(slot.num_devices for slot in slots)
+        name = (
+            f"{name} (and {pinned:.1f} GiB of activations locked in its host's memory, "
+            f"{most * pinned:.1f} GiB of a slot of {most})"
+        )
     if (parted := conditions.parted(shape, shards)) > 1:
         name = f"{name} (each with 1/{parted} of the experts)"
     told = ", ".join(f"{what} {size / GIB:.1f}" for what, size in parts.items() if size > 0)

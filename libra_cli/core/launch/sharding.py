@@ -23,6 +23,7 @@ from libra_cli.core.costs.memory import (
     USABLE_SHARE,
     MemoryUse,
     longest_context,
+    offloaded_bytes,
     parting,
     rank_memory,
     shards_of,
@@ -61,7 +62,7 @@ class RankConditions:
             optimizer=training.optimizer,
             reference=training.needs.reference,
             cp_size=1 if recipe.model.images else training.cp_size,
-            activation_offload=training.activation_offload,
+            activation_offload=training.activation_offload and on_gpu,
             tiled_mlp=training.tiled_mlp,
             ep_size=training.ep_size or 1,
         )
@@ -83,6 +84,13 @@ class RankConditions:
             tiled_mlp=self.tiled_mlp,
             ep_size=self.parted(shape, shards),
         )
+
+    def pinned_gib(self, shape: Architecture, shards: int, sharing: int = 1) -> float:
+        """Return GiB of its host's memory that a rank locks for activations; 0 without offload."""
+        if not self.activation_offload or self.choice == "none":
+            return 0.0
+        tokens = -(-self.tokens // sharing)
+        return offloaded_bytes(shape, world=shards, tokens=tokens, width=self.width) / GIB
 
     def parted(self, shape: Architecture | None, shards: int) -> int:
         """How many neighbours of so many ranks that share a replica hold other experts of each

@@ -38,6 +38,27 @@ def gpu_memory(case: PreflightCase) -> Iterator[Finding]:
             yield from _server(case, shape, slot_named(slot, known), size)
 
 
+def locked_bytes(case: PreflightCase, node: str) -> float:
+    """Bytes of a host's memory that its ranks lock for activations (``activation_offload``)."""
+    shape = _shape(case)
+    if shape is None or not case.recipe.training.activation_offload:
+        return 0.0
+    known = {slot.id: slot for slot in slots_of(case.recipe)}
+    gpus = {node.name: facts.gpus[: node.gpus] for node, facts in case.looked()}
+    train = [slot_named(slot, known) for slot in case.plan.train]
+    room = min(_smallest(gpu.mem_total for gpu in gpus.get(slot.node, ())) for slot in train)
+    # Of two ways to share a replica it is not known here which is taken.
+    sizes = shard_sizes(case.recipe, train)
+    most = max(rank_gib(case.recipe, shape, train, shards, room).locked for shards in sizes)
+    locked = most * sum(slot.num_devices for slot in train if slot.node == node)
+    for worker in (slot_named(slot, known) for slot in case.plan.gradient):
+        if worker.node == node:
+            own = _smallest(gpu.mem_total for gpu in gpus.get(node, ()))
+            ranks = worker.num_devices
+            locked += ranks * rank_gib(case.recipe, shape, [worker], ranks, own).locked
+    return locked * GIB
+
+
 def _shape(case: PreflightCase) -> Architecture | None:
     if case.model is None:
         return None
@@ -61,7 +82,7 @@ def _ranks(
         return
     # Of two ways to share a replica the one that needs less is taken where the other does not fit.
     need = min(
-        rank_gib(case.recipe, shape, train, shards, room)
+        rank_gib(case.recipe, shape, train, shards, room).gpu
         for shards in shard_sizes(case.recipe, train)
     )
     if need <= USABLE_SHARE * room:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
+from libra_cli.core.preflight.gpu_memory import locked_bytes
 from libra_cli.core.preflight.host_report import Gpu, NodeFacts
 from libra_cli.core.preflight.needs import GIB, MIB
 from libra_cli.core.types import node_of
@@ -105,8 +106,22 @@ def _held(case: PreflightCase, node: NodeSpec, gpu: Gpu) -> Iterator[Finding]:
 def memory(case: PreflightCase) -> Iterator[Finding]:
     """Check that hosts have enough main memory, as far as needs can be computed."""
     for node, facts in case.looked():
-        need = case.needs(node).memory
-        if facts.mem_free < need:
+        need, locked = case.needs(node).memory, int(locked_bytes(case, node.name))
+        if locked and facts.mem_free < need + locked:
+            yield Finding(
+                "memory",
+                node.name,
+                "stops",
+                f"{_gib(facts.mem_free)} of memory are free, its ranks would lock {_gib(locked)} "
+                f"for activations (training.activation_offload), beside about {_gib(need)}",
+                "locked memory cannot be swapped: processes would be killed in the first long step",
+                Remedy(
+                    "recipe",
+                    "training: {activation_offload: false}, or a smaller micro_batch_tokens, or a "
+                    "larger cp_size",
+                ),
+            )
+        elif facts.mem_free < need:
             yield Finding(
                 "memory",
                 node.name,

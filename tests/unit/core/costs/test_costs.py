@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.config.training import TrainingSpec
+from libra_cli.core.costs.architecture import DenseTransformer
 from libra_cli.core.costs.profile import (
     MemoryModel,
     MoveCost,
@@ -214,6 +215,29 @@ def test_each_update_exchanges_and_fetches_moments() -> None:
     four = replace(offloads, updates=4)
     later = four.seconds(8, workload(2000)) - offloads.seconds(8, workload(2000))
     assert later == pytest.approx(3 * 16 * 8e9 / 8 / 2e10)
+
+
+def test_inputs_of_layers_travel_to_the_host_and_back() -> None:
+    """Of two sequences in 64 trajectories, two bytes a number, at 2e10 bytes a second."""
+    offloads = replace(TRAINING, facts=replace(FACTS, activation_offload=True))
+    work = workload(2000, 4000)
+    for ranks in (1, 8):
+        later = offloads.seconds(ranks, work) - TRAINING.seconds(ranks, work)
+        assert later == pytest.approx(2 * 2 * 32 * 4096 * work.tokens / ranks / 2e10)
+    assert offloads.busy_s(8, work) > TRAINING.busy_s(8, work), "a worker takes its part of it"
+
+
+def test_tiles_of_the_feed_forward_part_are_computed_once_more() -> None:
+    work = workload(2000)
+    once, again = (
+        replace(TRAINING, pair_s=0.0, facts=replace(FACTS, tiled_mlp=tiled)).compute_s(8, work)
+        for tiled in (False, True)
+    )
+    shape = FACTS.architecture
+    assert isinstance(shape, DenseTransformer)
+    share = 3 * 4096 * shape.inner * 32 / shape.parameters
+    assert 0.4 < share < 0.9
+    assert again / once == pytest.approx(1 + 0.25 * share)
 
 
 def test_communication_grows_with_the_ranks() -> None:

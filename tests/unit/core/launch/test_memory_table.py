@@ -85,6 +85,17 @@ def test_moments_in_the_host_s_memory_are_told_apart(tmp_path: Path):
     assert "moments" not in trainer
 
 
+def test_activations_that_the_host_holds_are_told(tmp_path: Path):
+    """Of 28 layers of 2,048 numbers: a rank of its own has them in float32."""
+    recipe = tmp_path / "recipe.yaml"
+    more = "training: {activation_offload: true, micro_batch_tokens: 65536}\n"
+    recipe.write_text(RECIPE % "/models/Qwen3-1.7B" + more)
+    trainer = plan_of(recipe)[1].memory[1]
+    held = 28 * 2048 * 4 * 65536 / 2**30
+    assert f"(and {held:.1f} GiB of activations locked in its host's memory" in trainer
+    assert f"{held:.1f} GiB of a slot of 1)" in trainer
+
+
 def test_a_model_that_does_not_fit_says_what_to_change(tmp_path: Path):
     _, trainer, *_ = lines(tmp_path, "/models/Qwen3-14B")
     assert "DOES NOT FIT" in trainer

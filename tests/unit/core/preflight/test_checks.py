@@ -20,7 +20,7 @@ from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import CHECKS, examine
 from libra_cli.core.preflight.findings import Finding, Remedy, stopping, warning
-from libra_cli.core.preflight.gpu_memory import gpu_memory
+from libra_cli.core.preflight.gpu_memory import gpu_memory, locked_bytes
 from libra_cli.core.preflight.host_checks import clock_skew
 from libra_cli.core.preflight.host_report import (
     AllReduce,
@@ -1070,3 +1070,18 @@ def test_a_rank_without_a_gpu_that_trains_an_adapter_has_the_model_beside_it():
     assert beside_versions("gpu-02", 0, training=training) == 2 * (
         RANK_BYTES + 8 * GB + 16 * adapter
     )
+
+
+@pytest.mark.parametrize(("free", "wrongly"), [(60 * GB, True), (2000 * GB, False)])
+def test_activations_that_a_host_cannot_hold_stop_a_run(free: int, wrongly: bool):
+    """Two ranks on a host, each of which would lock the inputs of all layers."""
+    of = recipe(training={"activation_offload": True, "micro_batch_tokens": 262_144, "cp_size": 1})
+    second = replace(SECOND, mem_free=free, mem_total=2000 * GB)
+    told = [one for one in wrong(case(second=second, of=of)) if one.check == "memory"]
+    assert [one.severity for one in told] == ["stops"] * wrongly
+    without = recipe(training={"micro_batch_tokens": 262_144, "cp_size": 1})
+    assert "memory" not in [one.check for one in wrong(case(second=second, of=without))]
+    sizes = 28 * 2048
+    assert locked_bytes(case(second=second, of=of), "gpu-02") == 2 * 262_144 * 2 * sizes
+    assert locked_bytes(case(second=second, of=of), "gpu-01") == 0
+    assert all("activation_offload: false" in one.remedy.command for one in told if one.remedy)
