@@ -13,7 +13,7 @@ from libra_cli.config.only_with import only_with
 from libra_cli.config.problems import Problem
 from libra_cli.config.speculative import SpeculativeSpec
 
-Quantization: TypeAlias = Literal["fp8_per_channel"]
+Quantization: TypeAlias = Literal["fp8_per_channel", "int8_per_channel"]
 """Ways in which servers hold weights in fewer bits, by vLLM's names."""
 RESERVED_VLLM_FLAGS = frozenset(
     {
@@ -159,11 +159,11 @@ class RolloutSpec(Section):
         Quantization | None,
         only_with("backend", "vllm", why="its servers quantize what they load, and can prove it"),
     ] = None
-    """Serve weights in fewer bits than they are trained in. ``fp8_per_channel``: linear layers in
-    float8 (e4m3) with a scale for each output channel, activations in float8 with one for each
-    token; half the memory of weights in bfloat16, and another policy than the trainer's by the gap
-    in ``libra status``. Needs GPUs with FP8 (Ada, Hopper, Blackwell) or, without GPUs,
-    model.dtype: bfloat16. Null: as they are published."""
+    """Serve weights in fewer bits than they are trained in: linear layers in float8 (e4m3) or int8
+    with a scale for each output channel, activations in the same with one for each token; half the
+    memory of weights in bfloat16, and another policy than the trainer's by the gap in ``libra
+    status``. ``fp8_per_channel`` needs GPUs with FP8 (Ada, Hopper, Blackwell), ``int8_per_channel``
+    GPUs from Turing to Hopper; hosts without GPUs model.dtype: bfloat16. Null: as published."""
     speculative: SpeculativeSpec | None = None
     """Guess several tokens at a time and check them in one step; null: one token a step."""
     vllm_args: tuple[str, ...] = ()

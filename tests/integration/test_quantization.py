@@ -1,4 +1,4 @@
-"""A real server of two ranks that holds linear layers in float8: what it computes, and proves."""
+"""Real servers of two ranks that hold linear layers in 8 bits: what they compute, and prove."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from libra_cli.config.errors import ServerError
+from libra_cli.config.rollout import Quantization
 from libra_cli.node.weights import files
 from libra_cli.node.weights.adapter import A, B
 from libra_cli.node.weights.checksum import described
@@ -96,10 +97,10 @@ def publish_versions(base: Path) -> dict[int, str]:
     return made
 
 
-@pytest.fixture(scope="module")
-def bench(versions, tmp_path_factory):
+@pytest.fixture(scope="module", params=get_args(Quantization))
+def bench(versions, tmp_path_factory, request):
     host = tmp_path_factory.mktemp("host")
-    rollout = {"quantization": "fp8_per_channel"}
+    rollout = {"quantization": request.param}
     with bench_of(versions[0], host, dtype="bfloat16", ranks=2, rollout=rollout) as bench:
         yield bench
 

@@ -81,7 +81,7 @@ CHECKPOINT_BYTES = 12
 """Bytes of a parameter in a checkpoint: float32 weight and two
 moments (Kingma and Ba, arXiv 1412.6980).
 """
-QUANTIZED_BYTES: Mapping[Quantization, int] = {"fp8_per_channel": 1}
+QUANTIZED_BYTES: Mapping[Quantization, int] = {"fp8_per_channel": 1, "int8_per_channel": 1}
 """Bytes of a weight of a linear layer that servers hold quantized."""
 SERVER_OVERHEAD_GIB = 1.85
 """GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""

@@ -6,17 +6,28 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from libra_cli.config.rollout import Quantization
 from libra_cli.core.costs.mixtures import experts_of
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import ALL, Finding, Remedy
 
 CHECK = "quantization"
-_WITHOUT_FP8 = re.compile(
+_BEFORE_ADA = re.compile(
     r"\b(A100|A800|A40|A30|A10G?|A16|A2|V100S?|T4|P100|P40|P4"
     r"|RTX A\d{4}|RTX [23]0\d\d|GTX|TITAN|Quadro)\b"
 )
-"""Names of NVIDIA GPUs before Ada, compute capability below 8.9 (developer.nvidia.com/cuda-gpus):
-vLLM has a kernel for them, which keeps weights in an order that cannot be read back."""
+"""Names of NVIDIA GPUs below compute capability 8.9 (developer.nvidia.com/cuda-gpus): vLLM has a
+kernel in FP8 for them, which keeps weights in an order that cannot be read back."""
+_OUTSIDE_TURING_TO_HOPPER = re.compile(
+    r"\b(G?B[123]00|RTX 50\d\d|RTX PRO \d+|V100S?|P100|P40|P4|GTX 10\d\d)\b"
+)
+"""Names of NVIDIA GPUs below compute capability 7.5 or from 10.0 on, for which vLLM's CUTLASS
+kernel in int8 is not built."""
+_COMPUTED_IN: Mapping[Quantization, tuple[str, re.Pattern[str]]] = {
+    "fp8_per_channel": ("FP8", _BEFORE_ADA),
+    "int8_per_channel": ("INT8", _OUTSIDE_TURING_TO_HOPPER),
+}
+"""What a GPU must compute in, and the names of those that do not."""
 
 
 def refused_quantization(config: Mapping[str, Any]) -> str:
@@ -24,14 +35,9 @@ def refused_quantization(config: Mapping[str, Any]) -> str:
     if experts_of(config):
         return "how vLLM holds quantized experts was not tried, and a version could not be proved"
     inner = config.get("text_config") or config
-    if "linear_attention" in (inner.get("layer_types") or ()):
-        return "linear attention was not tried with quantized weights"
+    if {"linear_attention", "conv"} & {*(inner.get("layer_types") or ())}:
+        return "linear attention and convolutions were not tried with quantized weights"
     return ""
-
-
-def has_fp8(gpu: str) -> bool:
-    """Tell whether a GPU of this name, as nvidia-smi has it, computes in FP8; yes if unknown."""
-    return _WITHOUT_FP8.search(gpu) is None
 
 
 def quantization(case: PreflightCase) -> Iterator[Finding]:
@@ -43,10 +49,11 @@ def quantization(case: PreflightCase) -> Iterator[Finding]:
     if reason := refused_quantization(config):
         yield _refused(ALL, f"rollout.quantization is not for this model: {reason}")
         return
+    computed_in, without = _COMPUTED_IN[wanted]
     for node, facts in case.of_half("rollout"):
-        old = sorted({gpu.name for gpu in facts.gpus[: node.gpus] if not has_fp8(gpu.name)})
+        old = sorted({gpu.name for gpu in facts.gpus[: node.gpus] if without.search(gpu.name)})
         if old:
-            yield _refused(node.name, f"{', '.join(old)} cannot compute in FP8")
+            yield _refused(node.name, f"{', '.join(old)} cannot compute in {computed_in}")
         else:
             yield Finding(CHECK, node.name, "fine", f"serves {wanted}")
 

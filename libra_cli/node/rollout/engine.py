@@ -36,6 +36,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import SchedulerStats
 
 from libra_cli.config.errors import WeightsError
+from libra_cli.node.rollout import int8_linear
 from libra_cli.node.rollout.cpu_routes import FLAG
 from libra_cli.node.rollout.draft_head import HEADS
 from libra_cli.node.rollout.draft_switch import DraftSwitch
@@ -52,6 +53,7 @@ class VllmEngine:
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """Load the model that vLLM's command-line ``arguments`` describe."""
+        int8_linear.register()
         parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
         records = FLAG in arguments and current_platform.is_cpu()
         given = [one for one in arguments if not (records and one == FLAG)]

@@ -27,6 +27,7 @@ from torch import nn
 
 from libra_cli.node.rollout import held_convolutions, held_experts, quantized_weights
 from libra_cli.node.rollout.held_experts import Block
+from libra_cli.node.rollout.number_formats import NumberFormat
 from libra_cli.node.weights.checksum import FORMATS, MODULUS, as_rows, checksum_of
 
 IDENTITY_ROWS = 512
@@ -86,7 +87,7 @@ def _unreadable(module: nn.Module) -> str:
     """Return why the numbers that a module's kernel reads cannot be told; empty if they can."""
     if held_experts.is_experts(module):
         return held_experts.unreadable(module)
-    if quantized_weights.is_quantized(module):
+    if quantized_weights.format_of(module):
         return quantized_weights.unreadable(module)
     return ""
 
@@ -126,7 +127,7 @@ def _of_module(
             for one in slices_of(module, _layers(path, packed, own)):
                 read = _weight if name == "weight" else _bias
                 yield f"{one.name}.{name}", read(module, one)
-        elif not quantized_weights.is_quantized(module):  # else a scale, which is in the weight
+        elif not quantized_weights.format_of(module):  # else a scale, which is in the weight
             yield f"{path}.{name}".lstrip("."), iter([(0, 0, as_rows(parameter.detach()))])
     for name, buffer in module.named_buffers(recurse=False):
         if f"{path}.{name}" in own:  # Gemma 4 has a number for each layer
@@ -197,17 +198,17 @@ def regions_of(model: nn.Module, published: Iterable[str]) -> dict[str, tuple[sl
     for module, slices in _with_weights(model, published):
         for name, one in slices:
             several = sum(other == name for other, _ in slices) > 1
-            whole = several or quantized_weights.is_quantized(module)
+            whole = several or quantized_weights.format_of(module) is not None
             regions[name] = (slice(None),) * 2 if whole else _region(module, one)
     return regions
 
 
-def quantized_names(model: nn.Module, published: Iterable[str]) -> set[str]:
-    """Return the names of the published tensors that a worker holds in fewer bits."""
+def quantized_names(model: nn.Module, published: Iterable[str]) -> dict[str, NumberFormat]:
+    """Return the formats of the published tensors that a worker holds in fewer bits, by name."""
     return {
-        name
+        name: held_in
         for module, slices in _with_weights(model, published)
-        if quantized_weights.is_quantized(module)
+        if (held_in := quantized_weights.format_of(module))
         for name, _ in slices
     }
 
@@ -257,9 +258,9 @@ def _weight(layer: nn.Module, one: Slice) -> Iterator[Block]:
     """Rows of a layer's weight, in blocks of columns, as its kernel reads them."""
     weight = held_convolutions.in_order(layer)
     row, held = (one.rows[0], one.held) if one.rows else (0, slice(None))
-    if quantized_weights.is_quantized(layer):
-        for first, block in quantized_weights.blocks_of(layer, held):
-            yield row + first, one.column, block
+    if quantized_weights.format_of(layer):
+        for first, begin, block in quantized_weights.blocks_of(layer, held):
+            yield row + first, one.column + begin, block
         return
     if not _has_packed_copy(layer):
         yield row, one.column, as_rows(weight)[held]

@@ -1,12 +1,9 @@
 """Weights that a server holds in fewer bits than they are published in, and how they are proved.
 
-With vLLM's online quantization ``fp8_per_channel`` a linear layer holds of every weight the nearest
-number of float8 e4m3 (Micikevicius et al., arXiv 2209.05433) in units of its row's scale::
-
-    scale[i] = max over j of |W[i, j]| / 448        q[i, j] = e4m3(W[i, j] / scale[i])
-
-A kernel multiplies by ``scale * q``. vLLM's loader makes them of each version's tensors as it loads
-them; embeddings, output layers and norms stay as they are published.
+A linear layer holds of every weight the nearest numbers of a format of 8 bits, in units of its
+row's scale (``number_formats``), and a kernel multiplies by ``scale * q``. vLLM's loader makes them
+of each version's tensors as it loads them: float8 by vLLM's online quantization, int8 by
+``int8_linear``. Embeddings, output layers and norms stay as they are published.
 
 **Proof.** The trainer's checksums are of W. So whoever loads a version checks every W by them,
 rounds it by the formula above, and says what the numbers ``scale * q`` add up to, in float32; and
@@ -17,59 +14,71 @@ written down here a second time: a vLLM that rounds otherwise is refused, not be
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from libra_cli.node.rollout.held_experts import Block
+from libra_cli.node.rollout.number_formats import FLOAT8, NumberFormat
 from libra_cli.node.weights.checksum import MODULUS, checksum, described
 
-LARGEST = 448.0
-"""The largest number of float8 e4m3."""
-LEAST_SCALE = 1 / (LARGEST * 512)
-"""The least scale of a row, as vLLM has it."""
 BLOCK = 2**24
 """Numbers that are widened to float32 at a time, about 200 MB with what rounding takes."""
 
 
-def is_quantized(module: nn.Module) -> bool:
-    """Tell whether vLLM quantizes a layer while it loads it."""
+class ReadableMethod:
+    """A way of libra's own to quantize layers, which knows where its kernel has their weights."""
+
+    number_format: NumberFormat
+
+    def unreadable(self, layer: Any) -> str:
+        """Return why what a layer holds cannot be read; empty if it can."""
+        raise NotImplementedError
+
+    def blocks_of(self, layer: Any, held: slice) -> Iterator[Block]:
+        """Yield what the function ``blocks_of`` does."""
+        raise NotImplementedError
+
+
+def format_of(module: nn.Module) -> NumberFormat | None:
+    """Return the format to which vLLM quantizes a layer while it loads it; None if it does not."""
     from vllm.model_executor.layers.quantization.online.fp8 import Fp8PtpcOnlineLinearMethod
 
-    return isinstance(getattr(module, "quant_method", None), Fp8PtpcOnlineLinearMethod)
+    method = getattr(module, "quant_method", None)
+    if isinstance(method, ReadableMethod):
+        return method.number_format
+    return FLOAT8 if isinstance(method, Fp8PtpcOnlineLinearMethod) else None
 
 
 def unreadable(layer: Any) -> str:
     """Return why what a quantized layer holds cannot be read; empty if it can."""
-    if layer.weight.dtype == torch.float8_e4m3fn:
+    method: Any = getattr(layer, "quant_method", None)
+    if isinstance(method, ReadableMethod):
+        return method.unreadable(layer)
+    if layer.weight.dtype == FLOAT8.dtype:
         return ""
     return (
-        f"vLLM's kernel {type(layer.quant_method.fp8_linear).__name__} keeps weights in an order "
+        f"vLLM's kernel {type(method.fp8_linear).__name__} keeps weights in an order "
         "that cannot be read back: rollout.quantization needs GPUs that compute in FP8 (Ada, "
         "Hopper, Blackwell: compute capability 8.9 or above); leave it out on others"
     )
 
 
-def blocks_of(layer: Any, held: slice) -> Iterator[tuple[int, Tensor]]:
-    """Yield the numbers that a layer's kernel multiplies by, in float32 and in blocks of rows: for
-    each the place of its first row within ``held``, and ``[rows, columns]``."""
+def blocks_of(layer: Any, held: slice) -> Iterator[Block]:
+    """Yield the numbers that a layer's kernel multiplies by, in float32 and in blocks: for each the
+    places of its first row, within ``held``, and column, and ``[rows, columns]``."""
+    method = getattr(layer, "quant_method", None)
+    if isinstance(method, ReadableMethod):
+        yield from method.blocks_of(layer, held)
+        return
     size = (layer.output_size_per_partition, layer.input_size_per_partition)
     # Kernels have it transposed, and some of them pad it.
     weight = layer.weight.detach().t()[: size[0], : size[1]][held]
     scale = layer.weight_scale.detach().reshape(-1, 1)[: size[0]][held]
     for first, end in _blocks(weight):
-        yield first, weight[first:end].float() * scale[first:end]
-
-
-def rounded(weight: Tensor) -> Tensor:
-    """Return the numbers ``[rows, columns]``, in float32, that a kernel multiplies by in place of
-    whole rows of a weight."""
-    largest = weight.abs().amax(-1, keepdim=True).float()
-    # A tensor as divisor, as in vLLM: a number becomes a product with its inverse.
-    scale = (largest / torch.tensor(LARGEST, device=weight.device)).clamp_min(LEAST_SCALE)
-    nearest = (weight / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return nearest.float() * scale
+        yield first, 0, weight[first:end].float() * scale[first:end]
 
 
 class QuantizedWeights:
@@ -79,14 +88,15 @@ class QuantizedWeights:
         self,
         tensors: Iterable[tuple[str, Tensor]],
         expected: Mapping[str, Mapping[str, Any]],
-        names: Collection[str],
+        formats: Mapping[str, NumberFormat],
         device: torch.device,
     ) -> None:
         """``expected`` is what a manifest says of each tensor, and may grow while ``tensors`` are
-        given; those called ``names`` are quantized. What they become is computed on ``device``."""
+        given; those named in ``formats`` are quantized. What they become is computed on
+        ``device``."""
         self._tensors = tensors
         self._published = expected
-        self._names = names
+        self._formats = formats
         self._device = device
         self._rounded: dict[str, dict[str, Any]] = {}
         self.wrong: list[str] = []
@@ -94,10 +104,10 @@ class QuantizedWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._tensors:
-            if name in self._names:
+            if name in self._formats:
                 self._rounded[name] = self._expect(name, tensor)
             yield name, tensor
-        missing = set(self._names) - self._rounded.keys()
+        missing = set(self._formats) - self._rounded.keys()
         self.wrong += [f"{name} is not in the version" for name in sorted(missing)]
 
     @property
@@ -112,7 +122,7 @@ class QuantizedWeights:
         for first, end in _blocks(tensor):
             block = tensor[first:end].to(self._device, dtype)
             was += checksum(block, first)
-            becomes += checksum(rounded(block), first)
+            becomes += checksum(self._formats[name].rounded(block), first)
         if was % MODULUS != int(about["checksum"], 16):
             self.wrong.append(f"{name} is not the trainer's")
         return {**described(tensor, becomes), "dtype": "float32"}

@@ -77,8 +77,8 @@ class VersionLoader:
             merged = MergedWeights(self.base_model, version, manifest, self.device)
         expected = manifest["tensors"] if merged is None else merged.expected
         tensors = prepared.tensors() if merged is None else merged
-        names = quantized_names(model, expected)
-        given = QuantizedWeights(tensors, expected, names, self.device)
+        formats = quantized_names(model, expected)
+        given = QuantizedWeights(tensors, expected, formats, self.device)
         self.reload_weights(weights_iterator=iter(given))
         expected = given.expected
         wrong = [*given.wrong, *(merged.wrong if merged is not None else ())]

@@ -9,7 +9,12 @@ from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.runtime.store.run_directory import recipe_of
 
-USUAL_GAP: Mapping[str, float] = {"float32": 1e-5, "bfloat16": 1e-3, "fp8_per_channel": 5e-3}
+USUAL_GAP: Mapping[str, float] = {
+    "float32": 1e-5,
+    "bfloat16": 1e-3,
+    "fp8_per_channel": 5e-3,
+    "int8_per_channel": 3e-3,
+}
 """Mean |difference| of log-probabilities between servers and trainer, in nats: the order of what
 the quickstart has on CPUs. A larger model, or one whose policy is less sure, may have a few times
 as much; ten times as much is something else than rounding."""

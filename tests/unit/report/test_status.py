@@ -156,6 +156,12 @@ def test_the_object_has_every_key_other_tools_were_promised(tmp_path: Path) -> N
         ([{"host": "a", "gpus": 2}], {}, "bfloat16", 1e-3),
         ([{"host": "a", "gpus": 2}, {"host": "b", "pool": "train"}], {}, None, None),
         ([{"host": "a", "gpus": 2}], {"quantization": "fp8_per_channel"}, "fp8_per_channel", 5e-3),
+        (
+            [{"host": "a", "gpus": 2}],
+            {"quantization": "int8_per_channel"},
+            "int8_per_channel",
+            3e-3,
+        ),
     ],
 )
 def test_the_usual_gap_is_that_of_the_numbers_that_servers_compute_with(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from libra_cli.config.errors import LibraError
+from libra_cli.config.rollout import Quantization
 from libra_cli.config.training import LoraSpec
 from libra_cli.core.costs.architecture import (
     PUBLISHED,
@@ -169,7 +171,8 @@ def test_quantized_weights_are_one_byte_but_for_embeddings_and_kv_is_as_it_was()
     outer = MODEL.outer_parameters
     inner = MODEL.parameters - outer
     assert served_bytes(MODEL) == 2 * MODEL.parameters
-    assert served_bytes(MODEL, "fp8_per_channel") == inner + 2 * outer
+    for how in get_args(Quantization):
+        assert served_bytes(MODEL, how) == inner + 2 * outer
     whole, fewer = (
         server_contexts(MODEL, tensor_parallel=1, room=4e10, max_len=4096, quantization=how)
         for how in (None, "fp8_per_channel")

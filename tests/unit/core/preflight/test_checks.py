@@ -839,7 +839,10 @@ def test_a_head_takes_memory_of_the_servers_that_hold_it():
 QUANTIZED = {"quantization": "fp8_per_channel"}
 
 
-@pytest.mark.parametrize("more", [{"num_experts": 8}, {"layer_types": ["linear_attention"]}])
+@pytest.mark.parametrize(
+    "more",
+    [{"num_experts": 8}, {"layer_types": ["linear_attention"]}, {"layer_types": ["conv"]}],
+)
 def test_what_was_not_tried_is_not_served_quantized(more: dict[str, Any]):
     for wanted in (QUANTIZED, {}):
         untried = ModelFiles(MODEL.files, {**CONFIG, **more})
@@ -871,6 +874,29 @@ def test_gpus_that_serve_must_compute_in_fp8(name: str, computes: bool):
     # The trainer's need not.
     made = case(second=replace(SECOND, gpus=(SECOND.gpus[0], old)), of=recipe(rollout=QUANTIZED))
     assert not [one for one in wrong(made) if one.check == "quantization"]
+
+
+@pytest.mark.parametrize(
+    ("name", "computes"),
+    [
+        ("NVIDIA A100-SXM4-80GB", True),
+        ("NVIDIA H100 80GB HBM3", True),
+        ("NVIDIA L40S", True),
+        ("NVIDIA GeForce RTX 3090", True),
+        ("Tesla T4", True),
+        ("NVIDIA B200", False),
+        ("NVIDIA GB300", False),
+        ("NVIDIA GeForce RTX 5090", False),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", False),
+        ("Tesla V100-SXM2-32GB", False),
+    ],
+)
+def test_gpus_that_serve_must_compute_in_int8(name: str, computes: bool):
+    other = replace(FIRST.gpus[1], name=name)
+    of = recipe(rollout={"quantization": "int8_per_channel"})
+    told = wrong(case(replace(FIRST, gpus=(FIRST.gpus[0], other)), of=of))
+    found = [(one.host, one.what) for one in told if one.check == "quantization"]
+    assert found == [("gpu-01", f"{name} cannot compute in INT8")] * (not computes)
 
 
 def test_what_no_gpu_holds_in_bfloat16_may_fit_quantized():

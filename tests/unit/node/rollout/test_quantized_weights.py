@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from libra_cli.node.rollout.number_formats import FLOAT8, INT8, NumberFormat  # noqa: E402
 from libra_cli.node.rollout.proof import prove  # noqa: E402
 from libra_cli.node.rollout.quantized_weights import (  # noqa: E402
     QuantizedWeights,
     blocks_of,
-    rounded,
     unreadable,
 )
 from libra_cli.node.weights.checksum import checksum, described  # noqa: E402
@@ -30,7 +30,7 @@ def weight(seed: int = 0) -> Any:
 
 def held(layer: Any) -> dict[str, Any]:
     """What a worker says that a layer of 24 rows and 40 columns holds."""
-    ((_, block),) = blocks_of(layer, slice(None))
+    ((_, _, block),) = blocks_of(layer, slice(None))
     value = f"{checksum(block):016x}"
     return {"name": NAME, "source": "q", "region": [0, 24, 0, 40], "checksum": value}
 
@@ -52,13 +52,13 @@ def layer_of(numbers: Any, *, pad: int = 0) -> Any:
 
 def given(tensors: dict[str, Any], published: dict[str, Any]) -> QuantizedWeights:
     manifest = {name: described(one) for name, one in published.items()}
-    found = QuantizedWeights(tensors.items(), manifest, {NAME}, torch.device("cpu"))
+    found = QuantizedWeights(tensors.items(), manifest, {NAME: FLOAT8}, torch.device("cpu"))
     assert [(name, one is tensors[name]) for name, one in found] == [(n, True) for n in tensors]
     return found
 
 
 def test_every_number_is_the_nearest_of_its_row_and_the_largest_is_kept():
-    exact, near = weight().float(), rounded(weight())
+    exact, near = weight().float(), FLOAT8.rounded(weight())
     largest = exact.abs().amax(-1, keepdim=True)
     assert torch.equal(near.abs().amax(-1, keepdim=True), largest)
     # Three bits behind the first, and of small numbers what 2**-10 in units of the scale is.
@@ -67,8 +67,19 @@ def test_every_number_is_the_nearest_of_its_row_and_the_largest_is_kept():
     assert (near != exact).float().mean() > 0.5
 
 
-def test_a_row_of_zeros_stays_one():
-    assert torch.equal(rounded(torch.zeros(2, 3, dtype=torch.bfloat16)), torch.zeros(2, 3))
+def test_integers_are_a_127th_of_their_row_s_largest_number_apart():
+    exact, near = weight().float(), INT8.rounded(weight())
+    step = exact.abs().amax(-1, keepdim=True) / 127
+    assert torch.equal((near / step).round().abs().amax(-1), torch.full((24,), 127.0))
+    assert ((near - exact).abs() <= step / 2 * (1 + 1e-5)).all()
+    scale = torch.ones(1, 1)
+    halves = torch.tensor([[0.5, 1.5, -2.5, 200.0, -200.0]])
+    assert INT8.nearest(halves, scale).tolist() == [[0, 2, -2, 127, -127]]
+
+
+@pytest.mark.parametrize("held_in", [FLOAT8, INT8])
+def test_a_row_of_zeros_stays_one(held_in: NumberFormat):
+    assert torch.equal(held_in.rounded(torch.zeros(2, 3, dtype=torch.bfloat16)), torch.zeros(2, 3))
 
 
 @pytest.mark.parametrize("pad", [0, 8])
@@ -90,7 +101,7 @@ def test_other_tensors_are_expected_as_they_were_published():
 def test_a_bit_that_rounding_hides_is_told_of():
     other = weight()
     other.view(torch.int16)[0, 0] ^= 1
-    assert torch.equal(rounded(other), rounded(weight()))
+    assert torch.equal(FLOAT8.rounded(other), FLOAT8.rounded(weight()))
     found = given({NAME: other}, {NAME: weight()})
     assert found.wrong == [f"{NAME} is not the trainer's"]
 
