@@ -113,6 +113,7 @@ def scored(engine: VllmEngine, token_ids: Sequence[int], salt: str) -> list[floa
         "cache_salt": salt,
         "priority": 0,
         "routes_from": 0,
+        "images": [],
     }
     engine.add(salt, order)
     while True:
