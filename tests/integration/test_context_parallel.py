@@ -63,6 +63,7 @@ CASES = [
     Case("gspo", "fsdp2"),
     Case("cispo", "ddp", "full", bonus=True),
     Case("sapo", "fsdp2"),
+    Case("distill", "fsdp2"),
     Case("tba", "ddp", kl=True),
     Case("tba", "fsdp2", lora=True, kl=True),
     Case("sft", "ddp", lora=True),
@@ -112,6 +113,8 @@ def found_of(host: Path, model_dir: Path, case: Case, cp_size: int) -> Found:
     trainer = Trainer(trainer_config(host, model_dir, world, training, cp_size=cp_size))
     off_the_first(trainer, case.lora)
     samples = list(read_samples(batch(1), 128))
+    if case.loss == "distill":
+        samples = [judged(one) for one in samples]
     seen: dict[Any, Any] = {}
     if case.critic:
         samples = [replace(one, turns=turns_of(one)) for one in samples]
@@ -122,6 +125,13 @@ def found_of(host: Path, model_dir: Path, case: Case, cp_size: int) -> Found:
     ratios = {key: one for rank in trainer.gather(trainer.log_ratios) for key, one in rank.items()}
     hidden = np.stack([seen[key] for key in sorted(seen)]) if seen else np.zeros(0)
     return Found(sums, whole(trainer), ratios, trainer.logprobs_of(range(3, 60)), hidden)
+
+
+def judged(sample: TokenSample) -> TokenSample:
+    """The sample with an advantage of each token, as a teacher gives it."""
+    random = np.random.default_rng([5, sample.group, sample.member])
+    advantages = random.normal(size=len(sample.token_ids)).astype(np.float32)
+    return replace(sample, advantages=(), token_advantages=advantages)
 
 
 def off_the_first(trainer: Trainer, lora: bool) -> None:
