@@ -73,6 +73,7 @@ def recipe(net: Network, hosts: int, model: Path, base: Path, **changes: Any) ->
         "model": {"path": str(model)},
         "environment": {"name": "calculator", "tasks": str(base / "tasks.jsonl")},
         "training": {"groups_per_step": 2},
+        "weight_sync": {"trusted_interface": "eth0"},
     }
     path = base / "recipe.yaml"
     path.write_text(yaml.safe_dump(text))
@@ -108,6 +109,7 @@ def test_three_good_hosts_have_no_finding_and_nothing_is_left_on_them(net, model
     told = {one["check"]: one["what"] for one in found}
     assert "gloo over eth0" in told["all-reduce"]
     assert "Gb/s" in told["bandwidth"]
+    assert "gloo over eth0, not encrypted, where hosts meet in" in told["fabric"]
     assert "tensors of the files are those of Qwen2ForCausalLM" in told["names"]
     for host in net.hosts:
         assert list((tmp_path / host.name / "runs").iterdir()) == []

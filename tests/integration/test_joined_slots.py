@@ -54,7 +54,10 @@ def _recipe(net: Network, workdir: Path, backend: str) -> str:
         {"name": "small", "max_num_seqs": 16},
         {"name": "large", "tensor_parallel": 2, "max_num_seqs": 32, "slots": 0},
     ]
-    return yaml.safe_dump(with_fake_servers(document) if backend == "fake" else document)
+    if backend == "fake":
+        document = with_fake_servers(document)
+    document["weight_sync"] = document.get("weight_sync", {}) | {"trusted_interface": "eth0"}
+    return yaml.safe_dump(document)
 
 
 def _order(scene: Scene, flag: str, slot: str) -> None:
@@ -109,6 +112,19 @@ def test_two_servers_become_one_and_two_again(shaped):
         *((part, "idle", "rollout", "done", f"instead of {both}") for part, both in there),
         (f"{host}/0+1", "rollout", "idle", "done", f"makes way for {host}/0, {host}/1"),
     ]
+
+
+def test_versions_come_over_the_trusted_interface_and_are_proved(shaped):
+    told = _status(shaped)["sync"]
+    sql = "SELECT kind, verified, detail, sent_bytes - bytes FROM syncs WHERE verified"
+    syncs = shaped.run.query(sql)
+    by_fabric = [sync for sync in syncs if sync[0] == "fabric"]
+    # A host that imports torch for longer than it is waited for is left out for a while.
+    assert len(by_fabric) == told["fabric"] > 0, syncs
+    assert all(detail == "" for _, _, detail, _ in by_fabric)
+    pulled = [sync for sync in syncs if sync[0] in ("full", "delta")]
+    assert len(pulled) == told["fabric_missed"]
+    assert all(detail.startswith("not over the fabric: ") for _, _, detail, _ in pulled)
 
 
 def test_every_server_of_every_shape_plays(shaped):
