@@ -36,14 +36,26 @@ pytestmark = [
 ]
 LAYERS, EXPERTS, CHOSEN = 3, 16, 4
 PROMPT = tuple(range(5, 69))
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"num_experts": EXPERTS},
+    "glm4_moe": {
+        "num_local_experts": EXPERTS,
+        "n_routed_experts": EXPERTS,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+    },
+}
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("mixture")
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "qwen3_moe",
+        request.param,
         hidden_size=64,
         intermediate_size=64,
         moe_intermediate_size=32,
@@ -51,7 +63,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=32,
-        num_experts=EXPERTS,
         num_experts_per_tok=CHOSEN,
         norm_topk_prob=True,
         vocab_size=build_tokenizer().get_vocab_size(),
@@ -59,11 +70,14 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         bos_token_id=1,
         eos_token_id=2,
         pad_token_id=0,
+        **FAMILIES[request.param],
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for router in routers_of(model):
             router.weight.normal_(std=0.5)
+            for bias in router.buffers():
+                bias.normal_(std=0.2)
     model.save_pretrained(directory)
     save_tokenizer(build_tokenizer(), directory, max_len=512)
     return directory
@@ -142,7 +156,8 @@ def scored(model_dir: Path, turn: TurnGenerated, *, replayed: bool) -> tuple[Any
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa")
     met = np.zeros((len(PROMPT) + len(turn.token_ids), LAYERS, CHOSEN), dtype=np.uint8)
     scoring = ScoringModel(model, model, torch.device("cpu"))
-    for layer, router in enumerate(routers_of(model)):
+    first = LAYERS - len(routers_of(model))
+    for layer, router in enumerate(routers_of(model), first):
         router.register_forward_hook(
             lambda _, inputs, output, layer=layer: met.__setitem__(
                 (slice(len(output[2])), layer), output[2].numpy()
