@@ -181,6 +181,7 @@ def batch_order(
 def pack_sample(sample: TrainSample, images: ImagesOf = NO_IMAGES) -> dict[str, Any]:
     """The wire form of one branch of a trajectory."""
     trajectory, tokens, by_token = sample.trajectory, sample.tokens, sample.token_advantages
+    length = len(tokens.token_ids)
     return {
         "group": trajectory.id.group,
         "member": trajectory.id.member,
@@ -195,7 +196,8 @@ def pack_sample(sample: TrainSample, images: ImagesOf = NO_IMAGES) -> dict[str, 
         "token_advantages": None if by_token is None else by_token.tobytes(),
         "turns": [list(turn) for turn in sample.turns],
         "routes": _routes(tokens.routes),
-        "images": [list(one) for one in images.get(trajectory.id, ())],
+        # What is shown after the last turn of a trajectory that is cut is no part of it.
+        "images": [list(one) for one in images.get(trajectory.id, ()) if one.start < length],
     }
 
 
