@@ -9,10 +9,12 @@ import pytest
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from libra_cli.config.errors import EnvironmentBroken, LibraError, StateError
-from libra_cli.core.types import TrajectoryId
+from libra_cli.core.actions import TrainSample
+from libra_cli.core.types import Trajectory, TrajectoryId
 from libra_cli.envs.protocol import Message
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.store.images import IMAGES, PLACES, ImageStore, ShownImage, read_places
+from libra_cli.runtime.trainer.client import pack_sample
 from tests.vision import IMAGE, square_of, write_processor
 
 RED, BLUE = square_of((255, 0, 0), 64, 64), square_of((0, 0, 255), 40, 90)
@@ -138,3 +140,11 @@ def test_an_image_whose_file_went_is_said(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(StateError, match="cannot be read"):
         store.of(ONE)
+
+
+def test_what_is_shown_after_the_last_turn_is_not_trained_on() -> None:
+    trajectory = Trajectory(id=ONE, reward=1.0)
+    trajectory.token_ids.extend([1, IMAGE, IMAGE, IMAGE, IMAGE, 41])
+    first, beyond = ShownImage(1, 4, RED), ShownImage(6, 3, BLUE)
+    packed = pack_sample(TrainSample(trajectory, 1, True, ()), {ONE: (first, beyond)})
+    assert packed["images"] == [list(first)]
