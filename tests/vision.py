@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -297,5 +298,44 @@ def compare(directory: Path) -> list[dict[str, Any]]:
     ]
 
 
+def turns_over_a_load(directory: Path) -> list[list[int]]:
+    """Play a turn whose image is in the prefix cache, alone and with all caches dropped in the
+    middle, as loading a version does; return the tokens of both."""
+    from libra_cli.node.rollout import torchvision_names
+
+    torchvision_names.provide(directory)
+    from libra_cli.node.rollout.engine import VllmEngine
+
+    engine = VllmEngine(
+        f"--model {directory} --dtype float32 --max-model-len 512 --scheduling-policy priority "
+        "--logprobs-mode processed_logprobs --skip-mm-profiling --no-mm-device-do-normalize "
+        "--mm-processor-cache-gb 0 --enforce-eager --generation-config vllm "
+        "--worker-extension-cls libra_cli.node.rollout.worker.VersionLoader".split()
+    )
+    png, before = square_of(COLOURS["red"], 64, 64), [7, START]
+    prompt = [*before, *[IMAGE] * 4, END, *range(10, 210)]  # more than a block of vLLM's on CPUs
+    order = {
+        "prompt_ids": prompt, "images": [[len(before), 4, png]], "max_tokens": 40,
+        "temperature": 0.0, "top_p": 1.0, "stop_token_ids": [], "to_the_end": True,
+        "score_prompt": False, "routes_from": 0, "cache_salt": "v1", "priority": 0,
+    }  # fmt: skip
+    found = []
+    for name in ("first", "interrupted"):
+        engine.add(name, order)
+        ended: list[Any] = []
+        for _ in range(5):
+            ended += engine.step()
+        if name == "interrupted":
+            assert engine.counters()["prefix_hits"] > 4, "the image is not in the cache"
+            engine._core.pause_scheduler("keep", clear_cache=True)
+            engine._core.resume_scheduler()
+        while engine.busy:
+            ended += engine.step()
+        found.append(array("i", ended[0][1]["token_ids"]).tolist())
+    engine.close()
+    return found
+
+
 if __name__ == "__main__":
-    sys.stdout.write("\n" + json.dumps(compare(Path(sys.argv[1]))) + "\n")
+    play = {"compare": compare, "turns": turns_over_a_load}[sys.argv[1]]
+    sys.stdout.write("\n" + json.dumps(play(Path(sys.argv[2]))) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -74,11 +75,33 @@ def test_versions_with_their_tower_are_proved_and_both_models_see_the_same(run: 
     assert max(gap for (gap,) in gaps) < 1e-3
 
 
-def test_prompts_are_those_of_transformers_processor_and_of_vllms(model_dir: Path) -> None:
-    code = [sys.executable, "-m", "tests.vision", str(model_dir)]
-    done = subprocess.run(code, capture_output=True, text=True, timeout=START_S, cwd=CHECKOUT)
+def told(what: str, model_dir: Path) -> Any:
+    """What the functions of ``tests.vision`` return, in a process of their own."""
+    own = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "TORCH_COMPILE_DISABLE": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.vision", what, str(model_dir)],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        cwd=CHECKOUT,
+        env=os.environ | own,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    ours, transformers, vllm = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_turn_whose_image_was_cached_goes_on_when_a_load_drops_the_cache(model_dir: Path) -> None:
+    alone, interrupted = told("turns", model_dir)
+    assert len(alone) == 40
+    assert interrupted == alone
+
+
+def test_prompts_are_those_of_transformers_processor_and_of_vllms(model_dir: Path) -> None:
+    ours, transformers, vllm = told("compare", model_dir)
     assert ours["ids"] == transformers["ids"] == vllm["ids"]
     assert ours["places"] == vllm["places"] == [[7, 4], [13, 3], [33, 4]]
 

@@ -15,11 +15,11 @@ from torch import Tensor
 
 
 def with_heads_in_rows(tensor: Tensor | None, positions: Tensor) -> Tensor | None:
-    """Return a view ``[..., heads * size]`` of queries or keys ``[..., heads, size]``; what is in
-    that shape already, and None, as it is."""
+    """Return queries or keys ``[..., heads, size]`` as ``[..., heads * size]``, a view or, where
+    strides allow none, a copy; what is in that shape already, and None, as it is."""
     if tensor is None or tensor.dim() != positions.dim() + 2:
         return tensor
-    return tensor.view(*tensor.shape[:-2], -1)
+    return tensor.reshape(*tensor.shape[:-2], -1)
 
 
 def mend() -> None:
@@ -35,7 +35,11 @@ def mend() -> None:
         positions: Tensor, query: Tensor, key: Tensor | None, *others: Any, **named: Any
     ) -> None:
         """Turn queries and keys in place."""
-        shaped = (with_heads_in_rows(one, positions) for one in (query, key))
+        shaped = [with_heads_in_rows(one, positions) for one in (query, key)]
         theirs(positions, *shaped, *others, **named)
+        for given, turned in zip((query, key), shaped, strict=True):
+            if given is None or turned is None or turned.data_ptr() == given.data_ptr():
+                continue
+            given.copy_(turned.view_as(given))  # a copy was turned
 
     vars(_custom_ops)["rotary_embedding"] = rotary_embedding

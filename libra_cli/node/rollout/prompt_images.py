@@ -17,6 +17,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItems,
     PlaceholderRange,
 )
+from vllm.v1.core.sched import output
 
 from libra_cli.node.model.images import ImageReader, Patches
 from libra_cli.node.rollout.turn import TurnRefused
@@ -30,6 +31,9 @@ class PromptImages:
 
     def __init__(self, model_dir: str) -> None:
         self._model_dir = model_dir
+        # vLLM 0.32 sends workers no patches of an image that its prefix cache covers, and keeps the
+        # request so: when a load, or want of memory, drops that cache, the image cannot be encoded.
+        vars(output)["strip_covered_mm_data"] = _kept
 
     @cached_property
     def _reader(self) -> ImageReader:
@@ -61,6 +65,13 @@ class PromptImages:
             mm_position=PlaceholderRange(offset=start, length=tokens),
             mm_hash=name,
         )
+
+
+def _kept(
+    features: list[MultiModalFeatureSpec], computed: int, *, uses_mrope: bool = False
+) -> list[MultiModalFeatureSpec]:
+    """Return all features of a request, however many of its tokens are computed."""
+    return features
 
 
 def _item(patches: Patches) -> Any:

@@ -47,6 +47,12 @@ ALLOWED: dict[str, str] = {
     # Parts of something that has a deadline as a whole.
     "node/agent/host_facts/bandwidth.py": "sockets have a timeout of their own",
     "node/tls_stream.py:_await": "a socket that its owner gives a timeout",
+    "node/fabric/chain.py:join": "a relay; a block that is not taken in STALL_S ends it",
+    "node/fabric/chain.py:receive": "waited for at most STALL_S a block",
+    "node/fabric/group.py:connect": "gloo's own timeout, STALL_S, ends the thread",
+    "node/fabric/member.py:_join": "a relay, as above; the agent kills a member that is silent",
+    "node/weights/fabric.py:_kill": "of a process that was killed",
+    "runtime/weights/fabric.py:seat": "joining has its deadline on every host",
     "node/processes/supervisor.py:_reap": "of a process that has exited",
     "node/processes/supervisor.py:stop": "of a process that was verified to be gone",
     "runtime/agents/episodes.py:_next": "it begins when another play ends, each within its own",

@@ -71,6 +71,7 @@ LOOKED_AT = {
     "session.py": "awaited where it is made",
     "supervision/background.py": "catches everything",
     "trainer/rank_watch.py": "awaited at this look or a later one, which takes what it raised",
+    "weights/fabric.py": "awaited by all who ask for a seat; sending catches what a host raises",
     "weights/versions.py": "awaited by everybody who wants the version",
 }
 """Modules that make tasks of asyncio by themselves, and who sees their exceptions."""
