@@ -175,7 +175,7 @@ def test_drafts_are_accepted_and_told(served):
     played(served.bench, 0.0, turns=1)
     metrics = metrics_of(served.bench)
     # A token in 268 by chance; the head of EAGLE-3 is random.
-    least = {"ngram": 0.2, "eagle": 0.2, "mtp": 0.02, "eagle3": -1}
+    least = {"ngram": 0.2, "eagle": 0.05, "mtp": 0.02, "eagle3": -1}
     assert metrics["draft_acceptance"] > least[served.method]
     assert 0 < metrics["draft_steps"] <= 1
     assert metrics.get("draft_lag") == (None if served.method == "ngram" else 1)
