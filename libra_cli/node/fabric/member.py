@@ -18,10 +18,12 @@ from the publisher over TLS. A chunk that is wrong is passed on and not told.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import sys
+import threading
 from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,6 +37,8 @@ from libra_cli.node.fabric.group import STALL_S, HostGroup
 from libra_cli.node.weights.chunks import CHUNK_BYTES, MANIFEST, ListedFile, read_manifest
 from libra_cli.node.weights.digests import digest_of
 
+POPULATE_WRITE = 23
+"""The number of ``MADV_POPULATE_WRITE`` in madvise(2)."""
 JOIN_S = 2 * STALL_S
 """Seconds that a rank waits for the addresses of the others."""
 
@@ -97,6 +101,7 @@ class Member:
         group, rank, size = self._connected(addresses)
         listed = [*blocks(directory, writable=True)]
         tensors = [block for *_, block in listed]
+        threading.Thread(target=_populate, args=[tensors], name="pages", daemon=True).start()
         relay = Relay(group, rank + 1, tensors) if rank + 1 < size else None
         self._relay = relay
 
@@ -112,6 +117,20 @@ class Member:
         finally:
             if relay is not None:
                 relay.end()
+
+
+def _populate(blocks: Sequence[Tensor]) -> None:
+    """Have the kernel give memory to blocks of new files, ahead of what comes.
+
+    Else gloo's one thread waits for each page as it first writes there. Where the kernel does not
+    know how (Linux before 5.14) it says so, and that is what happens.
+    """
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    for block in blocks:
+        if madvise(
+            ctypes.c_void_p(block.data_ptr()), ctypes.c_size_t(block.numel()), POPULATE_WRITE
+        ):
+            return
 
 
 def blocks(directory: Path, *, writable: bool) -> Iterator[tuple[str, int, ListedFile, Tensor]]:
