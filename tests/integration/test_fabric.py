@@ -10,7 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -40,6 +40,7 @@ class Hosts:
         self.publisher, *self.takers = self.servers
         self.url = url_of(self.publisher.serve("127.0.0.1", 0))
         self._threads = ThreadPoolExecutor(8)
+        self._sent: list[Future[None]] = []
         self._versions = 0
 
     def publish(self, size: int) -> str:
@@ -62,9 +63,12 @@ class Hosts:
         return GroupSeat(group, [*joined])
 
     def transfer(self, name: str, url: str = "") -> Transfer:
-        """Begin to send a version by a new group, and to take it."""
+        """Begin to send a version by a new group, and to take it, once the one before is sent or
+        given up."""
+        wait(self._sent, WITHIN_S)
         seat = self.seat()
         sent = self._threads.submit(self.publisher.send, name, seat, WITHIN_S)
+        self._sent = [sent]
         sources = [url or self.url]
         return sent, [
             self._threads.submit(taker.pull, name, sources, WITHIN_S, seat) for taker in self.takers
