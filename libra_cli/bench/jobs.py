@@ -46,9 +46,9 @@ TRAINED_ON = 1 / 3
 may serve whatever is drawn. Chosen.
 """
 STORY_SEED = 0
-WAKE_S: Seconds = 10.8
-"""Seconds to wake a server that slept while its GPUs trained, as
-published for Libra (arXiv 2606.03077).
+SWITCH_S: Seconds = 3.6 + 4.4 + 10.8
+"""Seconds from play to training and back where all GPUs do both in turn and no process ends: a
+snapshot, the trainer's state restored, servers woken, as published for Libra (arXiv 2606.03077).
 """
 
 
@@ -264,7 +264,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
         }
     )
     moves, around = job.profile.moves, job.profile.surroundings
-    switch_s = moves.to_training_s + WAKE_S if layout.colocated else 0.0
+    switch_s = SWITCH_S if layout.colocated else 0.0
     return SimConfig(
         recipe=recipe,
         plan=plan,

@@ -40,8 +40,6 @@ MODEL = "Qwen3-30B-A3B"
 SIZES = ("8b", "14b", "32b")
 GPU_BYTES, RESERVED_BYTES = 80e9, 2e9
 """Of a GPU, and of that what a server takes beside weights and KV cache, as in the dense ones."""
-LOAD_BYTES_S, START_S = 1e9, 20.0
-"""How fast a server reads its weights, and what it takes beside; assumed, as in the dense ones."""
 
 
 def derived_profile(gpu: str) -> Profile:
@@ -72,15 +70,13 @@ def derived_profile(gpu: str) -> Profile:
     servers: dict[int, ServerLaw] = {
         degree: _server(shape, dense, degree) for degree in like.servers
     }
-    starts = {degree: _rounded(_start_s(shape, degree)) for degree in servers}
-    moves = replace(like.moves, start_s=starts, to_rollout_s=max(starts.values()))
     return Profile(
         name=f"{gpu}-qwen3-30b-a3b",
         gpu=like.gpu,
         model=MODEL,
         servers=servers,
         training=training,
-        moves=moves,
+        moves=like.moves,
         overhead_s=like.overhead_s,
         provenance={
             "facts": "sizes from the model's config.json; memory by libra_cli/core/costs/memory.py",
@@ -167,10 +163,6 @@ def _copies(shape: MixtureTransformer, degree: int) -> float:
     """How many GPUs hold each key head."""
     heads = shape.attention.key // 128
     return max(1.0, degree / heads)
-
-
-def _start_s(shape: MixtureTransformer, degree: int) -> float:
-    return START_S + 2 * shape.parameters / degree / LOAD_BYTES_S
 
 
 def _query_units(shape: DenseTransformer | MixtureTransformer) -> int:

@@ -113,13 +113,26 @@ def _env(recipe: Recipe, launch: ServerLaunch) -> dict[str, str]:
         **interface_env("lo"),
         **_sockets_env(facts),
     }
-    if not slot.gpus:
+    if slot.gpus:
+        env |= _caches_env(facts)
+    else:
         # Of every rank: two hold twice as much, since each has a half of the heads.
         env["VLLM_CPU_KVCACHE_SPACE"] = str(recipe.rollout.kv_gib)
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # vLLM's sampler would have two small functions compiled, for 10 seconds of every start.
         env["TORCH_COMPILE_DISABLE"] = "1"
     return env
+
+
+def _caches_env(facts: HostFacts) -> dict[str, str]:
+    """What a start compiles outlives its run, so that the next start on this host is warm. Torch's
+    own place would be ``TMPDIR``, which goes with the run."""
+    cache = f"{facts.workdir}/cache"
+    return {
+        "VLLM_CACHE_ROOT": f"{cache}/vllm",
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+    }
 
 
 def _sockets_env(facts: HostFacts) -> dict[str, str]:
