@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from libra_cli.node.rollout import cpu_rotary
-from libra_cli.node.rollout.held_tensors import held_parts, own_names
+from libra_cli.node.rollout.held_tensors import held_parts, layers_with, own_names
 from libra_cli.node.rollout.proof import Proof, prove
 from libra_cli.node.weights.checksum import checksum
 
@@ -132,6 +132,16 @@ def test_a_rank_that_holds_another_version_of_any_tensor_is_noticed(models):
         other[name].view(-1)[-1] += 1e-6
         (said,) = proof_of(other, models).different
         assert said.startswith(f"{name} ")
+
+
+def test_a_layer_is_brought_with_all_that_it_holds(models):
+    names, layer = published().keys(), {f"{one}_proj" for one in "qkv"}
+    wanted = {f"{one}.{kind}" for one in layer for kind in ("weight", "bias")}
+    assert layers_with(models[0], names, {"q_proj.weight"}) == wanted
+    assert layers_with(models[0], names, {"up_proj.weight", "o_proj.weight"}) == {
+        *("gate_proj.weight", "up_proj.weight", "o_proj.weight", "o_proj.bias")
+    }
+    assert layers_with(models[0], names, {"experts.0.up_proj.weight"}) is None
 
 
 def test_what_the_files_have_as_one_layer_is_found_in_each_of_its_parts():

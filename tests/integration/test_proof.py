@@ -85,7 +85,7 @@ def given(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         versions = _versions(base, "versions", {"learning_rate": LEARNING_RATE})
-        lora = {"rank": 4, "alpha": 8}
+        lora = {"rank": 4, "alpha": 8, "target_modules": ["q_proj", "o_proj"]}
         adapters = _versions(base, "adapters", {"learning_rate": 1e-3, "lora": lora})
     return Published(base / "model", versions, adapters)
 
@@ -217,8 +217,8 @@ def test_the_adapter_before_and_another_base_model_are_refused(given, bench, tmp
         load(bench, tmp_path / "before", 2)
     shutil.copytree(given.adapters[2], tmp_path / "other")
     manifest = _manifest(tmp_path / "other")
-    manifest["adapter"]["base"]["model.layers.1.mlp.up_proj.weight"]["checksum"] = "0" * 16
+    manifest["adapter"]["base"]["model.layers.1.self_attn.o_proj.weight"]["checksum"] = "0" * 16
     (tmp_path / "other" / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(ServerError, match=r"layers\.1\.mlp\.up_proj\.weight in .*/model is not"):
+    with pytest.raises(ServerError, match=r"1\.self_attn\.o_proj\.weight in .*/model is not"):
         load(bench, tmp_path / "other", 2)
     load(bench, given.adapters[2], 2)

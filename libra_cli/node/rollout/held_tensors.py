@@ -203,6 +203,19 @@ def regions_of(model: nn.Module, published: Iterable[str]) -> dict[str, tuple[sl
     return regions
 
 
+def layers_with(model: nn.Module, published: Iterable[str], some: Set[str]) -> Set[str] | None:
+    """Return the published names of what the layers hold that hold ``some`` of these tensors: vLLM
+    loads a layer as a whole. None if one of them was not found, as in experts."""
+    packed = _packed_parts(model)
+    own = own_names(model, published)
+    found = set[str]()
+    for path, module in model.named_modules():
+        if not held_experts.is_experts(module):
+            names = {own.get(name, "") for name, _ in _of_module(path, module, packed, own)}
+            found |= names if names & some else set()
+    return found - {""} if some <= found else None
+
+
 def quantized_names(model: nn.Module, published: Iterable[str]) -> dict[str, NumberFormat]:
     """Return the formats of the published tensors that a worker holds in fewer bits, by name."""
     return {

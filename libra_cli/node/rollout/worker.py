@@ -7,19 +7,34 @@ tensor-parallel rank, and calls its methods there.
 from __future__ import annotations
 
 import json
+import logging
 import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from torch import Tensor
 
 from libra_cli.node.rollout import cpu_rotary, cpu_sampler
 from libra_cli.node.rollout.cpu_routes import RouteRecorder
 from libra_cli.node.rollout.draft_head import DraftHead, joined
 from libra_cli.node.rollout.held_experts import order_again
-from libra_cli.node.rollout.held_tensors import held_parts, quantized_names, regions_of
-from libra_cli.node.rollout.merged_weights import MergedWeights
+from libra_cli.node.rollout.held_tensors import (
+    held_parts,
+    layers_with,
+    quantized_names,
+    regions_of,
+)
+from libra_cli.node.rollout.merged_weights import MergedWeights, UnchangedLayers
 from libra_cli.node.rollout.prepared import PreparedVersion
 from libra_cli.node.rollout.quantized_weights import QuantizedWeights
 from libra_cli.node.weights.chunks import MANIFEST
+
+Named: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""What a manifest says of tensors, by name."""
+Loaded: TypeAlias = tuple[Named, list[str]]
+"""What was brought, and what of it is not the trainer's, as sentences."""
 
 
 class VersionLoader:
@@ -34,6 +49,8 @@ class VersionLoader:
     prepared: PreparedVersion | None = None
     recorder: RouteRecorder | None = None
     head: DraftHead | None = None
+    unchanged: UnchangedLayers | None = None
+    """What need not be given again, if the last version was an adapter."""
 
     def mend(self) -> None:
         """Replace functions of vLLM that are wrong on CPUs: ``cpu_sampler``, ``cpu_rotary``."""
@@ -67,29 +84,59 @@ class VersionLoader:
         before, and the seconds to find out."""
         if self.base_model is None:  # vLLM calls the last directory that it loaded its model
             self.base_model = Path(self.vllm_config.model_config.model)
-        version, model = Path(directory), self.model_runner.get_model()
         manifest = _manifest(directory)
         self.prepare_version(directory)
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
-        merged = None
         if "adapter" in manifest:
-            merged = MergedWeights(self.base_model, version, manifest, self.device)
-        expected = manifest["tensors"] if merged is None else merged.expected
-        tensors = prepared.tensors() if merged is None else merged
-        formats = quantized_names(model, expected)
-        given = QuantizedWeights(tensors, expected, formats, self.device)
-        self.reload_weights(weights_iterator=iter(given))
-        expected = given.expected
-        wrong = [*given.wrong, *(merged.wrong if merged is not None else ())]
-        _pack_tied_heads(model)
-        order_again(model)
+            expected, wrong = self._load_adapter(Path(directory), manifest)
+        else:
+            self.unchanged = None
+            expected, wrong = self._load(prepared.tensors(), manifest["tensors"])
+        model = self.model_runner.get_model()
         began = time.monotonic()
         held = held_parts(model, {name: about["dtype"] for name, about in expected.items()})
         answer = {"expected": expected, "wrong": wrong, "held": held}
         if self.head is not None:
             answer = joined(answer, self.head.told())
         return {**answer, "proof_s": time.monotonic() - began}
+
+    def _load_adapter(self, version: Path, manifest: dict[str, Any]) -> Loaded:
+        assert self.base_model is not None
+        unchanged = self.unchanged = self.unchanged or UnchangedLayers()
+        model, base = self.model_runner.get_model(), manifest["adapter"]["base"]
+        needed = unchanged.needed(manifest, lambda some: layers_with(model, base, some))
+        merged = MergedWeights(self.base_model, version, manifest, self.device, needed)
+        expected, wrong = self._load(merged, merged.expected, partly=needed is not None)
+        wrong = [*wrong, *merged.wrong]
+        return expected if wrong else unchanged.keep(manifest, expected), wrong
+
+    def _load(
+        self, tensors: Iterable[tuple[str, Tensor]], expected: Named, *, partly: bool = False
+    ) -> Loaded:
+        """Give vLLM's loader tensors, ``partly``: not those of every layer; return what they must
+        be as the worker holds them, and what was wrong."""
+        model = self.model_runner.get_model()
+        formats = quantized_names(model, expected)
+        given = QuantizedWeights(tensors, expected, formats, self.device)
+        with _quiet_loader() if partly else nullcontext():
+            self.reload_weights(weights_iterator=iter(given))
+        _pack_tied_heads(model)
+        if not partly:
+            order_again(model)
+        return given.expected, given.wrong
+
+
+@contextmanager
+def _quiet_loader() -> Iterator[None]:
+    """Keep vLLM from warning of every layer that it was given nothing for."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _manifest(directory: str) -> dict[str, Any]:

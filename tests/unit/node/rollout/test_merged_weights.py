@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,25 +125,64 @@ class Worker(VersionLoader):
             self.vllm_config.model_config.model = weights_path
 
 
-def test_a_worker_merges_into_the_model_it_began_with_whatever_it_has_loaded_since(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def worker_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Worker]:
     monkeypatch.setattr("libra_cli.node.rollout.worker._pack_tied_heads", lambda model: None)
     monkeypatch.setattr("libra_cli.node.rollout.worker.order_again", lambda model: None)
     monkeypatch.setattr(
         "libra_cli.node.rollout.worker.held_parts", lambda model, dtypes: [dict(dtypes)]
     )
+    monkeypatch.setattr(
+        "libra_cli.node.rollout.worker.layers_with", lambda model, base, some: set(some)
+    )
+    return Worker
+
+
+def whole_version(directory: Path) -> str:
+    directory.mkdir()
+    (directory / MANIFEST).write_text(json.dumps({"tensors": {}}))
+    return str(directory)
+
+
+def test_a_worker_merges_into_the_model_it_began_with_whatever_it_has_loaded_since(
+    tmp_path: Path, worker_of: Callable[[Path], Worker]
+):
     model, version, manifest = written(tmp_path, torch.bfloat16)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    (whole / MANIFEST).write_text(json.dumps({"tensors": {}}))
-    worker = Worker(model)
-    worker.load_version(str(whole))
-    for _ in range(2):
+    worker = worker_of(model)
+    for other in ("first", "second"):
+        worker.load_version(whole_version(tmp_path / other))
         answer = worker.load_version(str(version))
         weights = merged(model, version, manifest)
         wanted = dict(weights)
+        assert worker.given.keys() == wanted.keys()
         assert all(torch.equal(worker.given[name], wanted[name]) for name in wanted)
         assert answer["expected"] == weights.expected
         assert answer["held"] == [{"m.q.weight": "bfloat16", "m.norm.weight": "bfloat16"}]
         assert answer["wrong"] == []
+
+
+def test_the_next_adapter_brings_the_layers_that_have_one_and_all_is_proved(
+    tmp_path: Path, worker_of: Callable[[Path], Worker]
+):
+    model, version, _ = written(tmp_path, torch.bfloat16)
+    worker = worker_of(model)
+    first = worker.load_version(str(version))
+    second = worker.load_version(str(version))
+    assert worker.given.keys() == {"m.q.weight"}
+    assert second["expected"] == first["expected"]
+    assert second["held"] == first["held"]
+
+
+def test_after_an_adapter_of_another_base_model_everything_is_brought_again(
+    tmp_path: Path, worker_of: Callable[[Path], Worker]
+):
+    model, version, manifest = written(tmp_path, torch.bfloat16)
+    other = tmp_path / "other"
+    shutil.copytree(version, other)
+    manifest["adapter"]["base"]["m.q.weight"]["checksum"] = "0" * 16
+    (other / MANIFEST).write_text(json.dumps(manifest))
+    worker = worker_of(model)
+    worker.load_version(str(version))
+    for directory, wrong in ((other, 1), (other, 1), (version, 0)):
+        assert len(worker.load_version(str(directory))["wrong"]) == wrong
+        assert worker.given.keys() == {"m.q.weight", "m.norm.weight"}
