@@ -3,7 +3,7 @@
 A thread maps the files and reads one byte of every page that the worker is going to copy from: of a
 tensor-parallel rank only the rows or columns that it holds. What is on a disk is read then, what is
 in the page cache or in /dev/shm is mapped, and nothing is copied: vLLM's loaders take their slices
-from these tensors when generation stands still.
+from these tensors when generation stands still. For a GPU pages are locked too (``page_locks``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from libra_cli.node.rollout.page_locks import PageLocks, Span, shared_tensors, span_of
+from libra_cli.node.weights.checksum import as_rows
+
 PAGE_BYTES = 4096
 """Bytes of the smallest page there is; huge pages are read a few times over."""
 Region: TypeAlias = tuple[slice, slice]
@@ -26,10 +29,15 @@ Region: TypeAlias = tuple[slice, slice]
 class PreparedVersion:
     """The tensors of a version's directory, mapped; a worker's own parts are in memory."""
 
-    def __init__(self, directory: str, regions: Mapping[str, Region]) -> None:
-        """Begin. ``regions`` are the worker's own parts, by name; of other tensors it needs all."""
+    def __init__(
+        self, directory: str, regions: Mapping[str, Region], locks: PageLocks | None = None
+    ) -> None:
+        """Begin. ``regions`` are the worker's own parts, by name; of other tensors it needs all.
+        Their pages are locked with ``locks``, if there are any."""
         self.directory = directory
         self._regions = regions
+        self._locks = locks
+        self._locked: list[Span] = []
         self._tensors: list[tuple[str, Tensor]] = []
         self._problem: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="prepare", daemon=True)
@@ -51,23 +59,49 @@ class PreparedVersion:
             raise self._problem
         yield from self._tensors
 
+    def close(self) -> threading.Thread:
+        """Unlock the pages once all is in memory: a thread does, which is returned."""
+        thread = threading.Thread(target=self._unlock, name="unlock", daemon=True)
+        thread.start()
+        return thread
+
+    def _unlock(self) -> None:
+        self._thread.join()
+        if self._locks is not None:
+            self._locks.unlock(self._locked)
+        self._tensors.clear()
+
     def _run(self) -> None:
+        read = mapped_tensors if self._locks is None else shared_tensors
         try:
             for path in sorted(Path(self.directory).glob("*.safetensors")):
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118  it is no mapping
-                        tensor = file.get_tensor(name)
-                        touch(tensor, self._regions.get(name, (slice(None), slice(None))))
-                        self._tensors.append((name, tensor))
+                for name, tensor in read(path):
+                    touch(part_of(tensor, self._region(name)))
+                    self._tensors.append((name, tensor))
+            if self._locks is not None:
+                parts = [part_of(tensor, self._region(name)) for name, tensor in self._tensors]
+                self._locked = self._locks.lock(filter(None, map(span_of, parts)))
         except Exception as error:  # noqa: BLE001  raised where the tensors are wanted
             self._problem = error
 
+    def _region(self, name: str) -> Region:
+        return self._regions.get(name, (slice(None), slice(None)))
 
-def touch(tensor: Tensor, region: Region) -> None:
+
+def mapped_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Map a file; yields names and tensors."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118  it is no mapping
+            yield name, file.get_tensor(name)
+
+
+def part_of(tensor: Tensor, region: Region) -> Tensor:
+    """Return rows and columns of a tensor."""
+    return as_rows(tensor)[region]
+
+
+def touch(part: Tensor) -> None:
     """Read every page of a part of a tensor, on the calling thread alone."""
-    rows, columns = region
-    flat = tensor.reshape(1, -1) if tensor.ndim < 2 else tensor.flatten(1)
-    part = flat[rows, columns]
     if not part.numel():
         return
     step = max(1, PAGE_BYTES // part.element_size())

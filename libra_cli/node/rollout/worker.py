@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ from libra_cli.node.rollout.held_tensors import (
     regions_of,
 )
 from libra_cli.node.rollout.merged_weights import MergedWeights, UnchangedLayers
+from libra_cli.node.rollout.page_locks import locks_for
 from libra_cli.node.rollout.prepared import PreparedVersion
 from libra_cli.node.rollout.quantized_weights import QuantizedWeights
 from libra_cli.node.weights.chunks import MANIFEST
@@ -75,8 +76,11 @@ class VersionLoader:
     def prepare_version(self, directory: str) -> bool:
         """Begin to bring a version into memory, or tell whether it is; generation goes on."""
         if self.prepared is None or self.prepared.directory != directory:
+            if self.prepared is not None:
+                self.prepared.close()
             model, tensors = self.model_runner.get_model(), _manifest(directory)["tensors"]
-            self.prepared = PreparedVersion(directory, regions_of(model, tensors))
+            regions = regions_of(model, tensors)
+            self.prepared = PreparedVersion(directory, regions, locks_for(self.device))
         return self.prepared.is_done
 
     def load_version(self, directory: str) -> dict[str, Any]:
@@ -88,11 +92,12 @@ class VersionLoader:
         self.prepare_version(directory)
         prepared, self.prepared = self.prepared, None
         assert prepared is not None
-        if "adapter" in manifest:
-            expected, wrong = self._load_adapter(Path(directory), manifest)
-        else:
-            self.unchanged = None
-            expected, wrong = self._load(prepared.tensors(), manifest["tensors"])
+        with closing(prepared):
+            if "adapter" in manifest:
+                expected, wrong = self._load_adapter(Path(directory), manifest)
+            else:
+                self.unchanged = None
+                expected, wrong = self._load(prepared.tensors(), manifest["tensors"])
         model = self.model_runner.get_model()
         began = time.monotonic()
         held = held_parts(model, {name: about["dtype"] for name, about in expected.items()})

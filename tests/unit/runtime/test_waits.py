@@ -76,6 +76,7 @@ ALLOWED: dict[str, str] = {
     "node/weights/publisher.py": "copying the weights",
     # Of a server that loads a version: the controller gives it the time of its size.
     "node/rollout/prepared.py:tensors": "loading; the server has answered that all is there",
+    "node/rollout/prepared.py:_unlock": "a thread that waits for the reading of the same version",
 }
 """A function or a whole file, and what ends the waits in it."""
 
