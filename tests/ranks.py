@@ -108,7 +108,8 @@ def _rank(
 def trainer_config(
     host: Path, model_dir: Path, world: int, training: Mapping[str, Any] | None = None, **more: Any
 ) -> TrainerConfig:
-    """A trainer's on this host."""
+    """A trainer's on this host; a rank that is alone is what sharded ones are compared with."""
+    sharding = "fsdp2" if world > 1 else "ddp"
     return TrainerConfig.from_json(
         {
             "run_id": "run",
@@ -121,7 +122,7 @@ def trainer_config(
             "seed": 0,
             "dtype": "float32",
             "temperature": 0.9,
-            "training": training_spec({"sharding": "fsdp2", **(training or {})}),
+            "training": training_spec({"sharding": sharding, **(training or {})}),
             "max_len": 128,
             **more,
         }

@@ -287,7 +287,8 @@ class TrainingSpec(Section):
     export: ExportSpec = ExportSpec()
     """When the model is written for use elsewhere; ``libra export`` does so at any time."""
     sharding: Literal["auto", "fsdp2", "ddp"] = "auto"
-    """auto is FSDP2 on GPUs, data parallel without."""
+    """auto is FSDP2 on several GPUs, data parallel without, and autocast on one; fsdp2 shards a
+    single rank too, which then computes as several do."""
     dp_shard_size: Annotated[
         Annotated[int, Field(ge=2)] | None,
         not_with("sharding", "ddp", why="each rank has a replica"),

@@ -36,8 +36,9 @@ With ``activation_offload`` the inputs of two layers are there at a time; those 
 page-locked memory of the host (``offloaded_bytes``). With ``tiled_mlp`` inner
 units are there of ``TILE_TOKENS`` tokens, and beside them three hidden states of every token.
 
-A world of one computes under autocast: it keeps float32 inputs of the norms, and copies of the
-weights in c bytes as long as their activations. Of an **adapter** with n parameters the states are
+A replica of one rank computes under autocast, unless it is ``sharded`` all the same: it keeps
+float32 inputs of the norms, and copies of the weights in c bytes as long as their activations. Of
+an **adapter** with n parameters the states are
 16 n / W beside c P / W of the model, which is held as it is computed with: so nothing is copied for
 autocast, and the rest of the model has no gradients. **Server**: weights in c bytes over its GPUs
 and ``SERVER_OVERHEAD_GIB``; the rest is KV cache.
@@ -119,23 +120,20 @@ def rank_memory(
     activation_offload: bool = False,
     tiled_mlp: bool = False,
     ep_size: int = 1,
+    sharded: bool = False,
 ) -> MemoryUse:
     """The most that a rank of the trainer holds that shares a replica with ``world - 1`` others;
+    of one that is there alone FSDP2 is to be ``sharded`` by name, and else it is under autocast;
     ``tokens`` are those of its micro-batch, which ``cp_size`` ranks share and have a part of each.
     ``reference``: the first policy is kept beside it. Of each layer's experts ``ep_size`` ranks
     hold other ones."""
-    offloads = optimizer == "adamw_offload"
-    frozen = 0 if shape.adapter is None else width * shape.parameters
-    states = {
-        "weights": (frozen + 4.0 * shape.trained) / world,
-        "gradients": 4.0 * shape.trained / world,
-        "moments": 0.0 if offloads else shape.moment_bytes(optimizer) / world,
-        "reference": _reference(shape, world, width) if reference else 0.0,
-    }
+    sharded = sharded or world > 1
+    states = _states(shape, world, width, optimizer)
+    states["reference"] = _reference(shape, world, width, sharded) if reference else 0.0
     tokens = -(-tokens // cp_size)
-    kept = _activations(shape, world, tokens, choice, width)
+    kept = _activations(shape, sharded, tokens, choice, width)
     if activation_offload and choice != "none":
-        kept -= tokens * _input_bytes(shape, world, width) * max(0, shape.layers - 2)
+        kept -= tokens * _input_bytes(shape, sharded, width) * max(0, shape.layers - 2)
     doubled = width * shape.heads.repeated(cp_size) + shape.travelling_bytes(ep_size, width)
     computed = float(tokens * doubled)
     again = 0 if choice == "none" else shape.layer_bytes(width)
@@ -149,19 +147,19 @@ def rank_memory(
     else:
         computed += tokens * (again + shape.passing_bytes(width))
     moments = {
-        "head": _head(shape, world, tokens, width, kept),
-        "layer": _layer(shape, world, width, kept + computed, shape.layer_of_rank(ep_size)),
-        "reduction": _reduction(shape, world, width),
+        "head": _head(shape, sharded, tokens, width, kept),
+        "layer": _layer(shape, sharded, width, kept + computed, shape.layer_of_rank(ep_size)),
+        "reduction": _reduction(shape, sharded, width),
         "update": {"update": _update(shape, optimizer, ep_size) / world},
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     return MemoryUse({**states, **moments[moment]}, moment)
 
 
-def offloaded_bytes(shape: Architecture, *, world: int, tokens: Tokens, width: int = 2) -> float:
+def offloaded_bytes(shape: Architecture, *, sharded: bool, tokens: Tokens, width: int = 2) -> float:
     """Bytes of the host's memory that a rank locks with ``activation_offload``: the inputs of all
     layers, of the ``tokens`` of a micro-batch that it has itself."""
-    return float(tokens * shape.layers * _input_bytes(shape, world, width))
+    return float(tokens * shape.layers * _input_bytes(shape, sharded, width))
 
 
 def parting(ep_size: int, shards: int, experts: int | None) -> int:
@@ -169,6 +167,16 @@ def parting(ep_size: int, shards: int, experts: int | None) -> int:
     as many as divide both, if the ranks divide the experts; None of a model that is not known."""
     parted = gcd(ep_size, shards)
     return parted if experts is None or (experts and experts % shards == 0) else 1
+
+
+def _states(shape: Architecture, world: int, width: int, optimizer: Optimizer) -> dict[str, float]:
+    frozen = 0 if shape.adapter is None else width * shape.parameters
+    moments = 0.0 if optimizer == "adamw_offload" else shape.moment_bytes(optimizer)
+    return {
+        "weights": (frozen + 4.0 * shape.trained) / world,
+        "gradients": 4.0 * shape.trained / world,
+        "moments": moments / world,
+    }
 
 
 def _update(shape: Architecture, optimizer: Optimizer, ep_size: int) -> float:
@@ -184,10 +192,10 @@ def _update(shape: Architecture, optimizer: Optimizer, ep_size: int) -> float:
     return max(4.0 * (shape.trained - shape.matrices), matrix)
 
 
-def _reference(shape: Architecture, world: int, width: int) -> float:
+def _reference(shape: Architecture, world: int, width: int, sharded: bool) -> float:
     if shape.adapter is not None:
         return 0.0
-    gathered = width * shape.outer_parameters if world > 1 else 0
+    gathered = width * shape.outer_parameters if sharded else 0
     return 4.0 * shape.parameters / world + gathered
 
 
@@ -242,44 +250,44 @@ def server_contexts(
 
 
 def _activations(
-    shape: Architecture, world: int, tokens: Tokens, choice: Checkpointing, width: int
+    shape: Architecture, sharded: bool, tokens: Tokens, choice: Checkpointing, width: int
 ) -> float:
     kept = shape.kept_bytes(choice, width)
     copies = 0
-    if world == 1 and width < 4 and shape.adapter is None:  # under autocast
+    if not sharded and width < 4 and shape.adapter is None:  # under autocast
         kept += {"none": 12, "selective": 4 - width, "full": 4 - width}[choice] * shape.hidden
         inside = shape.parameters - shape.outer_parameters
         copies = 0 if choice == "full" else width * inside
     return float(tokens * shape.layers * kept + copies)
 
 
-def _input_bytes(shape: Architecture, world: int, width: int) -> int:
+def _input_bytes(shape: Architecture, sharded: bool, width: int) -> int:
     """Bytes of a token as a layer is given it: in float32 under autocast."""
-    return (4 if world == 1 and shape.adapter is None else width) * shape.hidden
+    return (4 if not sharded and shape.adapter is None else width) * shape.hidden
 
 
 def _head(
-    shape: Architecture, world: int, tokens: Tokens, width: int, kept: float
+    shape: Architecture, sharded: bool, tokens: Tokens, width: int, kept: float
 ) -> dict[str, float]:
     matrix = shape.vocabulary * shape.hidden
-    own = width if world > 1 else 4
+    own = width if sharded else 4
     blocks = BLOCK_BYTES * min(BLOCK_LOGITS, tokens * shape.vocabulary)
-    states = (4 + 4 + 2 * width + (8 if world == 1 else 0)) * shape.hidden * tokens
+    states = (4 + 4 + 2 * width + (8 if not sharded else 0)) * shape.hidden * tokens
     return {
         "activations": kept,
-        "gathered weights": float(width * shape.outer_parameters) if world > 1 else 0.0,
+        "gathered weights": float(width * shape.outer_parameters) if sharded else 0.0,
         "head": float((own * matrix if shape.adapter is None else 0) + blocks + states),
     }
 
 
 def _layer(
-    shape: Architecture, world: int, width: int, held: float, parameters: int
+    shape: Architecture, sharded: bool, width: int, held: float, parameters: int
 ) -> dict[str, float]:
     """``parameters`` are those of a layer that a rank gathers."""
     matrix = shape.vocabulary * shape.hidden
-    own = width if world > 1 else 4
-    gathered = width * (shape.outer_parameters + 2 * parameters) if world > 1 else 0
-    reduced = (own + 4 if world > 1 else own) * (
+    own = width if sharded else 4
+    gathered = width * (shape.outer_parameters + 2 * parameters) if sharded else 0
+    reduced = (own + 4 if sharded else own) * (
         parameters if shape.adapter is None else shape.adapter / shape.layers
     )
     return {
@@ -290,8 +298,8 @@ def _layer(
     }
 
 
-def _reduction(shape: Architecture, world: int, width: int) -> dict[str, float]:
+def _reduction(shape: Architecture, sharded: bool, width: int) -> dict[str, float]:
     outer = shape.outer_parameters if shape.adapter is None else 0
-    if world > 1:
+    if sharded:
         return {"buffers": float((width + 4) * outer)}
     return {"buffers": float(4 * outer * (3 if shape.tied else 1))}

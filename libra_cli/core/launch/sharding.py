@@ -50,6 +50,8 @@ class RankConditions:
     tiled_mlp: bool = False
     ep_size: int = 1
     """What the recipe says in ``training.ep_size``."""
+    sharded: bool = False
+    """Whether a rank that has a replica by itself uses FSDP2 too."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype) -> RankConditions:
@@ -65,6 +67,7 @@ class RankConditions:
             activation_offload=training.activation_offload and on_gpu,
             tiled_mlp=training.tiled_mlp,
             ep_size=training.ep_size or 1,
+            sharded=training.sharding == "fsdp2",
         )
 
     def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
@@ -83,6 +86,7 @@ class RankConditions:
             activation_offload=self.activation_offload,
             tiled_mlp=self.tiled_mlp,
             ep_size=self.parted(shape, shards),
+            sharded=self.sharded,
         )
 
     def pinned_gib(self, shape: Architecture, shards: int, sharing: int = 1) -> float:
@@ -90,7 +94,8 @@ class RankConditions:
         if not self.activation_offload or self.choice == "none":
             return 0.0
         tokens = -(-self.tokens // sharing)
-        return offloaded_bytes(shape, world=shards, tokens=tokens, width=self.width) / GIB
+        sharded = self.sharded or shards > 1
+        return offloaded_bytes(shape, sharded=sharded, tokens=tokens, width=self.width) / GIB
 
     def parted(self, shape: Architecture | None, shards: int) -> int:
         """How many neighbours of so many ranks that share a replica hold other experts of each

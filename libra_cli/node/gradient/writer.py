@@ -44,7 +44,7 @@ class GradientWriter:
         self._writes: dict[str, Future[None]] = {}
         on_gpu = policy.device.type == "cuda"
         self._stream = torch.cuda.Stream(policy.device) if on_gpu else None
-        if policy.world == 1:
+        if policy.world == 1 and not policy.sharded:  # a shard's gradient is put there by FSDP2
             for name, parameter in self._parameters.items():
                 parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
 

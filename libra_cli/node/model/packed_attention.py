@@ -6,6 +6,9 @@ the row as it is. Elsewhere each sequence is attended to by itself with torch's 
 mask is made: one of all sequences would take T squared entries, and the kernels compute all of them
 (on two cores, 9,617 tokens in 40 sequences: 21 s forward and backward, this way 8). Where ranks
 share a row (``context_parallel``), each attends to all of it with its share of the heads.
+
+Under autocast norms and rotary embeddings return float32, so queries and keys are cast to what
+autocast computes in: a rank that holds float32 weights uses the same kernel as sharded ranks.
 """
 
 from __future__ import annotations
@@ -79,11 +82,20 @@ def packed_attention(
 
     Without ``packed`` every row is one sequence.
     """
+    query, key, value = _as_computed(query, key, value)
     if packed is None or packed.context is None:
         return _attend(query, key, value, packed, dropout, scaling, sliding_window), None
     query, key, value = packed.context.to_heads(query, key, value)
     output = _attend(query, key, value, packed, dropout, scaling, sliding_window)
     return packed.context.to_tokens(output), None
+
+
+def _as_computed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the format of autocast, where that is on."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
 def _attend(

@@ -11,12 +11,13 @@ optimizer step.
 Precision: parameters and gradients are fp32. With ``bfloat16`` the passes compute in bf16.
 Sharding: ``shards`` neighbouring ranks hold one replica together, and there are ``replicas`` of
 them: with ``ddp`` each rank is one; with ``fsdp2`` (torch's ``fully_shard``) all ranks are one, or
-those of each host (hybrid sharding). All of them average gradients over the ranks, so the loss of
-each rank's micro-batch is multiplied by their number. Values that all replicas hold alike are their
-own average, so a later pass leaves the sums of earlier ones as they are. With ``cp_size`` above 1
-so many neighbouring ranks compute each micro-batch together (``context_parallel``); the first of
-them tells what it came to. With ``ep_size`` above 1 so many neighbouring ranks of a replica hold
-other experts of each layer (``expert_parallel``).
+those of each host (hybrid sharding); one rank alone then computes as several do. All of them
+average gradients over the ranks, so the loss of each rank's micro-batch is multiplied by their
+number. Values that all replicas hold alike are their own average, so a later pass leaves the sums
+of earlier ones as they are. With ``cp_size`` above 1 so many neighbouring ranks compute each
+micro-batch together (``context_parallel``); the first of them tells what it came to. With
+``ep_size`` above 1 so many neighbouring ranks of a replica hold other experts of each layer
+(``expert_parallel``).
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class PolicyModel:
         self.device = self._accelerator.device
         on_gpu = self.device.type == "cuda"
         sharding = config.training.sharding
-        self.sharded = self.world > 1 and (sharding == "fsdp2" or (sharding == "auto" and on_gpu))
+        self.sharded = sharding == "fsdp2" or (sharding == "auto" and on_gpu and self.world > 1)
         self.shards = (config.dp_shard_size or self.world) if self.sharded else 1
         self.replicas = self.world // self.shards
         self.replica, self._shard = divmod(self.rank, self.shards)
@@ -463,6 +464,8 @@ class PolicyModel:
         the group of ranks that hold the very shards of this one, where there are others."""
         if not self.sharded:
             return None, None, None
+        if not dist.is_initialized():  # accelerate makes no group of one rank
+            dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
         sizes = {"shards": self.shards, "replicas": self.replicas}
         mesh = mesh_of(self.device, **sizes)
         experts = mesh_of_experts(self.device, **sizes, ep_size=self.ep_size)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from libra_cli.node.model import messages
@@ -26,6 +26,8 @@ from libra_cli.node.model.expert_parallel import part_experts
 
 def mesh_of(device: torch.device, *, shards: int, replicas: int) -> DeviceMesh:
     """*Collective.* Return the mesh of the world: ``replicas`` rows of ``shards`` ranks each."""
+    if shards == replicas == 1:  # accelerate makes none of one rank
+        return init_device_mesh(device.type, (1,), mesh_dim_names=("dp_shard",))
     sizes = {"dp_replicate_size": replicas, "dp_shard_size": shards}
     # Said and not left out: what is left out is taken from the environment.
     config = ParallelismConfig(**sizes, tp_size=1, cp_size=1, sp_size=1)
