@@ -25,7 +25,6 @@ from tests.live import BACKENDS, CHECKOUT, LIBRA, QUICK_S, START_S, STEP_S, Live
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
 ]

@@ -21,7 +21,6 @@ from tests.live import BACKENDS, CHECKOUT, START_S, STEP_S, Live, live, require
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
 ]

@@ -19,7 +19,6 @@ from tests.netns import missing
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(missing()), reason=missing()),

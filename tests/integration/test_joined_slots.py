@@ -35,7 +35,6 @@ from tests.netns import Network, missing, network
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(bool(missing()), reason=missing() or "hosts can be made"),
