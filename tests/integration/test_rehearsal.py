@@ -1,0 +1,48 @@
+"""vLLM as it is on GPUs, two steps in flight, under libra's engine; its workers are stubs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+pytest.importorskip("vllm", reason="needs the [cpu] extra")
+
+
+def test_no_token_is_lost_or_doubled_with_two_steps_in_flight(tmp_path):
+    from transformers import Qwen3Config
+
+    Qwen3Config(
+        vocab_size=1024,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(tmp_path)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            told, _ = process.communicate(timeout=240)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0
+    cases = [json.loads(line) for line in told.splitlines()]
+    assert {(case["second"], case["ranks"]) for case in cases} == {
+        (second, ranks) for second in (False, True) for ranks in (1, 2)
+    }
+    for case in cases:
+        assert not case["faults"], case["faults"][:5]
+        assert case["scheduler"] == "AsyncScheduler"
+        # What could go wrong has happened, and often.
+        assert case["turns"] == 200
+        least = {"loads": 15, "aborts": 15, "preemptions": 15, "changed": 40, "prefix_hits": 1000}
+        assert all(case[kind] >= number for kind, number in least.items()), case
