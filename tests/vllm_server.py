@@ -57,14 +57,18 @@ def bench_of(
     gpus: int = 0,
     rollout: Mapping[str, Any] | None = None,
     training: Mapping[str, Any] | None = None,
+    worker: str | None = None,
 ) -> Iterator[Bench]:
     """A server of a model, with that many tensor-parallel ranks, on as many GPUs or on none.
 
-    ``rollout`` and ``training`` are more keys of the recipe's sections.
+    ``rollout`` and ``training`` are more keys of the recipe's sections; ``worker`` is a class of
+    these tests in place of libra's worker.
     """
     token = secrets.token_urlsafe(16)
     with asyncio.Runner() as loop:
-        opened = _opened(model_dir, base, token, dtype, ranks, gpus, rollout or {}, training or {})
+        opened = _opened(
+            model_dir, base, token, dtype, ranks, gpus, rollout or {}, training or {}, worker
+        )
         host, server, endpoint = loop.run(opened.__aenter__())
         try:
             yield Bench(host, server, token, endpoint, loop)
@@ -83,6 +87,7 @@ async def _opened(
     gpus: int,
     rollout: Mapping[str, Any],
     training: Mapping[str, Any],
+    worker: str | None,
 ) -> AsyncIterator[tuple[Host, ServerClient, Endpoint]]:
     recipe = Recipe.model_validate(
         {
@@ -123,7 +128,12 @@ async def _opened(
             cpus=os.cpu_count(),
         )
         spec = server_process(recipe, slot, bucket, facts, model_dir=str(model_dir))
-        await host.start(spec.process, spec.argv, env=dict(spec.env), files=dict(spec.files))
+        argv, env = spec.argv, dict(spec.env)
+        if worker is not None:
+            place = argv.index("--worker-extension-cls") + 1
+            argv = (*argv[:place], worker, *argv[place + 1 :])
+            env["PYTHONPATH"] = str(Path(__file__).parents[1])
+        await host.start(spec.process, argv, env=env, files=dict(spec.files))
         endpoint = await host.dial(facts.socket_of(spec.process))
         server = ServerClient("local/0", 0, endpoint, token)
         await server.wait_ready(timeout_s=START_S)

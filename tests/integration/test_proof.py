@@ -22,11 +22,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from libra_cli.config.errors import ServerError
+from libra_cli.core.actions import SyncServer
 from libra_cli.node.batch.samples import TokenSample
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import publish
+from libra_cli.runtime.rollout.decode_check import EXPECTED, decode_gap
 from libra_cli.runtime.weights.probe_bounds import probe_gap
 from tests.gpu.model import REHEARSED, build
 from tests.gpu.trainer import config_of
@@ -145,6 +147,10 @@ def test_every_version_is_accepted_while_the_probe_cannot_tell_them_apart(
         ids = probe["token_ids"]
         measured = bench.play(lambda v=version, ids=ids: bench.server.probe(ids, published(v)))
         gaps.append(probe_gap(tuple(probe["logprobs"]), measured))
+        sync = SyncServer("local/0", 0, published(version))
+        decoded = bench.play(lambda sync=sync, ids=ids: decode_gap(bench.server, sync, ids))
+        record_property(f"decoded and scored, version {version}", decoded)
+        assert decoded < EXPECTED["bfloat16", False].later
         if version:
             before = given.manifest(version - 1)["probe"]["logprobs"]
             moved = probe_gap(tuple(before), probe["logprobs"])

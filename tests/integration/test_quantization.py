@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from libra_cli.config.errors import ServerError
 from libra_cli.config.rollout import Quantization
+from libra_cli.core.actions import SyncServer
 from libra_cli.node.weights import files
 from libra_cli.node.weights.adapter import A, B
 from libra_cli.node.weights.checksum import described
@@ -25,6 +26,7 @@ from libra_cli.node.weights.chunks import MANIFEST
 from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, publish
 from libra_cli.node.weights.weight_server import WeightServer
+from libra_cli.runtime.rollout.decode_check import EXPECTED, decode_gap
 from libra_cli.runtime.weights.probe_bounds import WRONG_GAP, probe_gap
 from tests.credentials import credentials_of, url_of
 from tests.gpu.model import REHEARSED, build
@@ -146,6 +148,10 @@ def test_a_version_is_proved_and_differs_from_the_published_one_by_a_little(
     gap = probe_gap(logprobs_of(versions[0], versions[1][version]), measured)
     record_property(f"gap of version {version}", gap)
     assert 0 < gap < WRONG_GAP / 4
+    sync = SyncServer("local/0", 0, published(version))
+    decoded = bench.play(lambda: decode_gap(bench.server, sync, IDS))
+    record_property(f"decoded and scored, version {version}", decoded)
+    assert decoded < EXPECTED["bfloat16", False].later
 
 
 def test_an_adapter_is_merged_before_it_is_quantized(versions, bench):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import warnings
 from array import array
@@ -16,12 +17,14 @@ from typing import Any
 import msgpack
 import pytest
 
-from libra_cli.core.actions import Generate
+from libra_cli.core.actions import Generate, SyncServer
 from libra_cli.core.events import ServerSampled, TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
 from libra_cli.runtime.rollout.connection import Sampling, ServerUnreachable
+from libra_cli.runtime.rollout.decode_check import EXPECTED, decode_gap
 from libra_cli.runtime.vllm.client import ServerClient
 from libra_cli.runtime.weights.probe_bounds import probe_gap
+from tests import stale_decode
 from tests.vllm_server import bench_of, published
 
 pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -114,7 +117,8 @@ def exported(base: Path, model: Any, directory: Path) -> Path:
 @pytest.fixture(scope="module")
 def begun(weights, tmp_path_factory):
     """The server, and what it thought of the probe before it had any version."""
-    with bench_of(weights.directories[0], tmp_path_factory.mktemp("host")) as bench:
+    host = tmp_path_factory.mktemp("host")
+    with bench_of(weights.directories[0], host, worker=stale_decode.WORKER) as bench:
 
         async def think() -> list[float]:
             while True:  # the first time vLLM compiles, which may outlast a call's deadline
@@ -299,6 +303,28 @@ def test_the_probe_tells_one_version_from_another(bench, weights):
     assert probe_gap(expected[0], odd) < 1e-4
     assert probe_gap(expected[1], even) < 1e-4
     assert probe_gap(expected[0], even) > 0.1
+
+
+def test_a_layer_that_only_decoding_has_of_the_version_before_is_seen(bench, weights, tmp_path):
+    stale = tmp_path / "stale"
+    shutil.copytree(weights.versions[1], stale)
+    stale_decode.keep(stale, "model.layers.1.mlp.down_proj")
+
+    async def gap_of(directory: Path, version: int) -> float:
+        await bench.server.load(str(directory), published(version), timeout_s=60)
+        probed = await bench.server.probe(PROBE, published(version))
+        expected = tuple(weights.logprobs(version % 2, list(PROBE)))
+        assert probe_gap(expected, probed) < 1e-4, "neither checksums nor the probe notice"
+        return await decode_gap(bench.server, SyncServer("local/0", 0, published(version)), PROBE)
+
+    async def scene():
+        loads = [(weights.versions[0], 10), (stale, 11), (weights.versions[1], 13)]
+        return [await gap_of(*one) for one in loads]
+
+    right, wrong, again = bench.play(scene)
+    allowed = EXPECTED["float32", False].first
+    assert max(right, again) < allowed / 10
+    assert wrong > 10 * allowed
 
 
 def test_kv_of_one_version_is_not_reused_under_the_next(bench, weights):

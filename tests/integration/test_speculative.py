@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
-from libra_cli.core.actions import Generate
+from libra_cli.core.actions import Generate, SyncServer
 from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, WeightVersion
 from libra_cli.node.model.weight_names import names_of
 from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, publish
 from libra_cli.runtime.rollout.connection import Sampling
+from libra_cli.runtime.rollout.decode_check import EXPECTED, decode_gap
 from tests import draft_models
 from tests.vllm_server import Bench, bench_of, published
 
@@ -125,6 +126,12 @@ def test_log_probabilities_of_drafted_tokens_equal_transformers(served, temperat
         gap = (expected - torch.tensor(list(done.logprobs))).abs()
         assert len(done.token_ids) == TOKENS
         assert float(gap.max()) < 1e-3
+
+
+def test_decoding_with_drafts_is_not_taken_for_other_weights(served):
+    sync = SyncServer("local/0", 0, published(1))
+    gap = served.bench.play(lambda: decode_gap(served.bench.server, sync, PROMPT))
+    assert gap < EXPECTED["float32", False].first
 
 
 def likeliest(served: Played, done: TurnGenerated) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
 from libra_cli.config.errors import HostError, LibraError, StateError, WeightsError
@@ -52,9 +52,10 @@ from libra_cli.runtime.rollout.connection import (
     connect_with,
     turn_failed,
 )
+from libra_cli.runtime.rollout.decode_check import DecodeCheck
 from libra_cli.runtime.rollout.server_probes import PROBE_S, ServerProbes
 from libra_cli.runtime.store.images import ImageStore
-from libra_cli.runtime.weights.probe_bounds import ProbeBounds, probe_gap
+from libra_cli.runtime.weights.probe_bounds import GapBounds, probe_gap
 from libra_cli.runtime.weights.versions import Weights
 
 CHECK_EVERY_S = 0.5
@@ -89,7 +90,8 @@ class Servers:
         self._images = images
         self._post = post
         self._spec = recipe.weight_sync
-        self._bounds = ProbeBounds(self._spec.tolerance)
+        self._bounds = GapBounds(self._spec.tolerance)
+        self._decoding = DecodeCheck(recipe.model, self._spec.tolerance)
         self.processes: ProcessOwner[ServerConnection] = ProcessOwner(
             cluster, connect=connect_with(recipe.rollout.backend), failed=ServerFailed, post=post
         )
@@ -167,7 +169,9 @@ class Servers:
             probe = await self._weights.probe(action.published)
             measured = await server.probe(probe.token_ids, action.published)
             gap = probe_gap(probe.logprobs, measured)
-            reason = self._bounds.reason(action.slot, action.incarnation, gap)
+            reason = self._bounds.reason(
+                action.slot, action.incarnation, gap
+            ) or await self._decodes(server, action, probe.token_ids)
             if not reason:
                 return ServerSynced(
                     action.slot,
@@ -192,6 +196,13 @@ class Servers:
         except LibraError as error:
             reason, answered = await self._blame(action, error)
         return SyncFailed(action.slot, action.incarnation, action.published, reason, answered, gap)
+
+    async def _decodes(
+        self, server: ServerConnection, action: SyncServer, prompt: Sequence[int]
+    ) -> str:
+        slot = slot_named(action.slot, self._slots)
+        with self._probes.turn(server):
+            return await self._decoding.reason(server, slot, action, prompt)
 
     async def _blame(self, action: SyncServer, error: LibraError) -> tuple[str, bool]:
         """Why a server did not take a version, and whether that is its own answer.

@@ -43,7 +43,7 @@ from libra_cli.runtime.processes.owner import STARTUP_TIMEOUT_S, ProcessOwner
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.trainer.connection import Unreachable, WorkerConnection, connect_worker_with
 from libra_cli.runtime.trainer.rank_watch import stalled_rank
-from libra_cli.runtime.weights.probe_bounds import ProbeBounds
+from libra_cli.runtime.weights.probe_bounds import GapBounds
 from libra_cli.runtime.weights.versions import Weights
 
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class WorkerProcesses:
         self._weights = weights
         self._slots = slots
         self._spec = recipe.weight_sync
-        self._bounds = ProbeBounds(self._spec.tolerance)
+        self._bounds = GapBounds(self._spec.tolerance)
         connect = connect_worker_with(recipe.training.backend)
         self.processes: ProcessOwner[WorkerConnection] = ProcessOwner(
             cluster,

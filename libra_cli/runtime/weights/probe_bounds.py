@@ -1,4 +1,4 @@
-"""Decides whether a process computes from a version what the trainer computed from it."""
+"""Decides whether two computations with the same weights differ by no more than rounding."""
 
 from __future__ import annotations
 
@@ -15,17 +15,26 @@ LEAST_GAP = 1e-3
 """A bound in nats that no calibration goes below: in float32 gaps are near 1e-6, and vary."""
 
 
-class ProbeBounds:
-    """What the probe's gap may be: a check against kernels that compute something else.
+class GapBounds:
+    """What a gap may be: a check against kernels that compute something else.
 
     Which version a server holds is proved by checksums. At the first version that a process proves,
     the gap is that of two computations with the same weights; later ones may be a few times as
     large. In bfloat16 that is more than a step changes, so the probe cannot tell versions apart.
     """
 
-    def __init__(self, tolerance: float | None) -> None:
-        """``tolerance``: the bound in nats, if it is not to be measured."""
+    def __init__(
+        self,
+        tolerance: float | None = None,
+        *,
+        wrong: float = WRONG_GAP,
+        least: float = LEAST_GAP,
+        what: str = "the probe differs",
+    ) -> None:
+        """Set the bounds in nats: ``tolerance`` if it is not to be measured, else ``wrong`` at
+        first and never more, and later never less than ``least``. ``what`` begins the reasons."""
         self._tolerance = tolerance
+        self._wrong, self._least, self._what = wrong, least, what
         self._first: dict[SlotId, tuple[int, float]] = {}
 
     def reason(self, slot: SlotId, incarnation: int, gap: float) -> str:
@@ -33,7 +42,7 @@ class ProbeBounds:
         seen, first = self._first.get(slot, (incarnation, None))
         bound = self._bound(first if seen == incarnation else None)
         if gap > bound or gap != gap:  # NaN is not above anything
-            return f"the probe differs by {gap:.2g} nats a token, allowed is {bound:.2g}"
+            return f"{self._what} by {gap:.2g} nats a token, allowed is {bound:.2g}"
         if first is None or seen != incarnation:
             self._first[slot] = (incarnation, gap)
         return ""
@@ -41,7 +50,9 @@ class ProbeBounds:
     def _bound(self, first: float | None) -> float:
         if self._tolerance is not None:
             return self._tolerance
-        return WRONG_GAP if first is None else min(WRONG_GAP, max(LEAST_GAP, GAP_FACTOR * first))
+        if first is None:
+            return self._wrong
+        return min(self._wrong, max(self._least, GAP_FACTOR * first))
 
 
 def probe_gap(expected: tuple[float, ...], measured: list[float]) -> float:

@@ -20,17 +20,19 @@ from libra_cli.core.events import (
     ServerChecked,
     ServerFailed,
     ServerSampled,
+    ServerSynced,
     SyncFailed,
     TrainerFailed,
+    TurnGenerated,
 )
 from libra_cli.core.launch.process import process_of
 from libra_cli.core.progress import watch
-from libra_cli.core.types import Bucket, Pool, Slot, TrajectoryId, WeightVersion
+from libra_cli.core.types import Bucket, Pool, Slot, TrajectoryId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.rollout import server_probes, servers
 from libra_cli.runtime.rollout.connection import Sampling
 from libra_cli.runtime.rollout.servers import Servers
-from libra_cli.runtime.weights.versions import VersionLocation, Weights
+from libra_cli.runtime.weights.versions import ExpectedProbe, VersionLocation, Weights
 
 DEADLINE_S = 10.0
 SPEED = 400.0
@@ -46,6 +48,7 @@ class FakeServer:
         self.tokens = 0
         self.moves = True
         self.looks = 0
+        self.decodes_off_by: float | None = None
         self.closed = asyncio.Event()
 
     async def _answer(self) -> None:
@@ -58,8 +61,13 @@ class FakeServer:
     async def check(self) -> None:
         await self._answer()
 
-    async def generate(self, action: Generate, sampling: Sampling, images: object) -> Any:
-        await self.closed.wait()
+    async def generate(
+        self, action: Generate, sampling: Sampling, images: object = ()
+    ) -> TurnGenerated | None:
+        if self.decodes_off_by is None:
+            await self.closed.wait()
+            return None
+        return generated(action, logprob=-1.0 + self.decodes_off_by)
 
     async def sample(self) -> ServerSampled:
         await self._answer()
@@ -68,10 +76,34 @@ class FakeServer:
         return ServerSampled("n/0", self.incarnation, 1, 0, 0.5, None, 0, self.tokens)
 
     async def load(self, directory: str, published: PublishedVersion, **options: Any) -> float:
-        raise ServerError("holds other tensors than were published")
+        if self.decodes_off_by is None:
+            raise ServerError("holds other tensors than were published")
+        return 0.0
+
+    async def probe(self, token_ids: list[int], published: PublishedVersion) -> list[float]:
+        return [-1.0] * (len(token_ids) - 1)
 
     async def close(self) -> None:
         self.closed.set()
+
+
+def generated(action: Generate, *, logprob: float) -> TurnGenerated:
+    """A turn of as many tokens as are allowed."""
+    tokens = action.max_tokens
+    return TurnGenerated(
+        request=action.request,
+        trajectory=action.trajectory,
+        slot=action.slot,
+        incarnation=action.incarnation,
+        prompt_ids=action.prompt_ids,
+        token_ids=array("i", range(tokens)),
+        logprobs=array("f", [logprob] * tokens),
+        spans=(VersionSpan(action.cache_key.step, 0, tokens),),
+        newest=action.cache_key,
+        cache_key=action.cache_key,
+        finish_reason="length",
+        started_at=0.0,
+    )
 
 
 class FakeWeights:
@@ -83,6 +115,9 @@ class FakeWeights:
 
     async def on(self, node: str, published: PublishedVersion) -> VersionLocation:
         return VersionLocation("/v", 0.0, "local", 0)
+
+    async def probe(self, published: PublishedVersion) -> ExpectedProbe:
+        return ExpectedProbe((1, 2, 3), (-1.0, -1.0))
 
     async def damage(self, node: str, published: PublishedVersion) -> str:
         return self.wrong
@@ -141,6 +176,7 @@ class Scene:
         recipe: Any = SimpleNamespace(
             weight_sync=SimpleNamespace(timeout_s=120.0, tolerance=None),
             rollout=SimpleNamespace(backend="vllm"),
+            model=SimpleNamespace(dtype="float32"),
             training=SimpleNamespace(lora=None),
             node=lambda name: SimpleNamespace(gpus=self.gpus),
         )
@@ -407,5 +443,20 @@ def test_a_server_is_not_blamed_for_a_version_that_is_damaged_on_its_host(
         assert "holds other tensors" in event.reason
         told = [one for one in scene.events if isinstance(one, TrainerFailed)]
         assert [one.incarnation for one in told] == ([2] if trainer_fails else [])
+
+    play(monkeypatch, story)
+
+
+def test_a_server_that_decodes_with_other_weights_than_it_proved_is_not_synced(monkeypatch) -> None:
+    async def story(scene: Scene) -> None:
+        server = await scene.start()
+        server.decodes_off_by = 0.5
+        action = SyncServer("n/0", 1, PublishedVersion(WeightVersion(2, 7), 100, 0.0))
+        event = await scene.servers.sync(action)
+        assert isinstance(event, SyncFailed)
+        assert event.answered, "it is tried once more, then in a new process"
+        assert "decoding differs from scoring the same tokens by 0.5" in event.reason
+        server.decodes_off_by = 0.0
+        assert isinstance(await scene.servers.sync(action), ServerSynced)
 
     play(monkeypatch, story)
