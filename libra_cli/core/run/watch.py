@@ -15,6 +15,7 @@ from libra_cli.core.run import evaluating
 from libra_cli.core.run.assembly import RunParts
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.types import Seconds
+from libra_cli.core.warnings.gaps import expected_gap
 from libra_cli.core.warnings.rules import RuleBounds
 from libra_cli.core.warnings.watch import LearningWatch
 
@@ -25,7 +26,10 @@ class RunWatch:
     def __init__(self, parts: RunParts) -> None:
         self._parts = parts
         self._observer = RunObserver(parts.recipe)
-        self._warnings = LearningWatch(RuleBounds(parts.recipe.training.max_grad_norm))
+        recipe = parts.recipe
+        on_gpus = any(node.gpus for node in recipe.nodes)
+        gap = expected_gap(recipe.model, recipe.rollout, on_gpus=on_gpus)
+        self._warnings = LearningWatch(RuleBounds(recipe.training.max_grad_norm, gap))
 
     def remember(self, records: Sequence[Record]) -> None:
         """Take in the rows that a run wrote before it goes on."""

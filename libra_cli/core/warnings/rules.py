@@ -17,7 +17,8 @@ from math import sqrt
 from statistics import fmean, stdev
 from typing import Final, TypeAlias
 
-from libra_cli.core.warnings.series import Numbers, change, newest
+from libra_cli.core.warnings.gaps import ExpectedGap
+from libra_cli.core.warnings.series import FIRST_GAP, Numbers, change, newest
 
 WINDOW = 10
 """Steps of a window."""
@@ -64,6 +65,7 @@ class RuleBounds:
     """Settings of the recipe that rules compare with."""
 
     max_grad_norm: float
+    gap: ExpectedGap
 
 
 LearningRule: TypeAlias = Callable[[Sequence[Numbers], RuleBounds], str]
@@ -233,6 +235,29 @@ def unreadable_calls(series: Sequence[Numbers], _: RuleBounds) -> str:
     )
 
 
+def gap_grew(series: Sequence[Numbers], bounds: RuleBounds) -> str:
+    """Warn where servers and trainer differ by more than rounding, or by twice what they did.
+
+    In many steps no token is of the version that the trainer holds; they count for nothing.
+    """
+    gaps = [step["logprob_gap"] for step in series if "logprob_gap" in step][-WINDOW:]
+    if len(gaps) < WINDOW:
+        return ""
+    now, first = fmean(gaps), series[-1].get(FIRST_GAP)
+    told = f"servers and trainer differ by {now:.2g} nats a token (mean of {WINDOW} steps"
+    if now > bounds.gap.wrong:
+        told += f"; rounding is below {bounds.gap.wrong:g})"
+    elif first is not None and now > max(2 * first, bounds.gap.usual) and min(gaps) > first:
+        told += f") and did by {first:.2g} in the first {WINDOW}"
+    else:
+        return ""
+    return (
+        f"{told}: look at the gap of each server in libra status; where one has it alone, its next "
+        "process may not; where all have, see whether a small model has it with model.dtype: "
+        "float32, or with rollout.quantization: null"
+    )
+
+
 RULES: Final[Mapping[str, LearningRule]] = {
     "entropy": entropy_collapse,
     "reward": reward_collapse,
@@ -244,6 +269,7 @@ RULES: Final[Mapping[str, LearningRule]] = {
     "repetition": repetition,
     "length": length_pays,
     "tool-format": unreadable_calls,
+    "logprob-gap": gap_grew,
 }
 """The rules, by the name under which a warning is told; a new rule needs no other edit."""
 LONGEST = 60

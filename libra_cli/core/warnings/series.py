@@ -17,6 +17,8 @@ from libra_cli.core.records import StepRecord
 
 Numbers: TypeAlias = Mapping[str, float]
 """The known numbers of one step, by name."""
+FIRST_GAP = "first_logprob_gap"
+"""The name of the mean gap of a run's first steps, which each later step has beside its own."""
 CERTAIN = 4.0
 """Standard errors; what healthy runs were told at this bound is in ``rules``."""
 
@@ -46,6 +48,7 @@ def numbers_of(step: StepRecord) -> dict[str, float]:
     ``StepRecord``, its batch and its trainer.
     """
     named: dict[str, float | None] = {"reward": step.reward, "mean_length": step.mean_length}
+    named["logprob_gap"] = step.logprob_gap
     named |= step.batch | step.metrics
     return {name: value for name, value in named.items() if value is not None and isfinite(value)}
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
+from statistics import fmean
 
 from libra_cli.core.records import NoteRecord, Record, StepRecord
 from libra_cli.core.types import Seconds
-from libra_cli.core.warnings.rules import LONGEST, RULES, RuleBounds
-from libra_cli.core.warnings.series import Numbers, numbers_of
+from libra_cli.core.warnings.rules import LONGEST, RULES, WINDOW, RuleBounds
+from libra_cli.core.warnings.series import FIRST_GAP, Numbers, numbers_of
 
 KIND = "learning"
 """The kind of notes that are warnings."""
@@ -34,6 +35,8 @@ class LearningWatch:
     def __init__(self, bounds: RuleBounds) -> None:
         self._bounds = bounds
         self._steps: deque[tuple[int, Numbers]] = deque(maxlen=LONGEST)
+        self._first_gaps: dict[int, float] = {}
+        """The gaps of the first ``WINDOW`` steps that have one, by step."""
         self._held: dict[str, NoteRecord] = {}
         self._quiet: dict[str, int] = {}
 
@@ -62,7 +65,16 @@ class LearningWatch:
     def _add(self, step: StepRecord) -> None:
         while self._steps and self._steps[-1][0] >= step.step:
             self._steps.pop()
-        self._steps.append((step.step, numbers_of(step)))
+        self._steps.append((step.step, {**numbers_of(step), **self._first_gap(step)}))
+
+    def _first_gap(self, step: StepRecord) -> Numbers:
+        """Return the mean of the first steps' gaps, once they are all known."""
+        self._first_gaps = {n: gap for n, gap in self._first_gaps.items() if n < step.step}
+        if len(self._first_gaps) == WINDOW:
+            return {FIRST_GAP: fmean(self._first_gaps.values())}
+        if step.logprob_gap is not None:
+            self._first_gaps[step.step] = step.logprob_gap
+        return {}
 
     def _hold(self, note: NoteRecord) -> NoteRecord:
         self._held[note.subject], self._quiet[note.subject] = note, 0

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 
+from libra_cli.core.warnings.gaps import ExpectedGap
 from libra_cli.core.warnings.rules import LONGEST, RULES, RuleBounds
-from libra_cli.core.warnings.series import Numbers
+from libra_cli.core.warnings.series import FIRST_GAP, Numbers
 
 Course = Callable[[int], float]
 """A number by how many steps ago it was."""
 STEPS = 50
+BOUNDS = RuleBounds(max_grad_norm=1.0, gap=ExpectedGap(usual=0.008, wrong=0.05))
 
 
 def said(rule: str, courses: Mapping[str, Course]) -> str:
@@ -24,7 +26,7 @@ def said(rule: str, courses: Mapping[str, Course]) -> str:
 
     series = [at(ago) for ago in reversed(range(STEPS))]
     assert len(series) <= LONGEST
-    return RULES[rule](series, RuleBounds(max_grad_norm=1.0))
+    return RULES[rule](series, BOUNDS)
 
 
 def flat(value: float) -> Course:
@@ -84,6 +86,10 @@ CASES: dict[str, tuple[dict[str, Course], dict[str, Course]]] = {
         {"share_unreadable": last(10, 0.4, 0.0)},
         {"share_unreadable": last(10, 0.1, 0.0)},
     ),
+    "logprob-gap": (
+        {"logprob_gap": last(10, 0.06, 0.02)},
+        {"logprob_gap": last(10, 0.04, 0.02)},
+    ),
 }
 
 
@@ -106,11 +112,10 @@ def test_a_rule_is_silent_about_what_is_nearly_so(rule: str) -> None:
 
 @pytest.mark.parametrize("rule", CASES)
 def test_a_rule_is_silent_about_numbers_nobody_knows_and_about_few_steps(rule: str) -> None:
-    bounds = RuleBounds(max_grad_norm=1.0)
-    assert RULES[rule]([], bounds) == ""
-    assert RULES[rule]([{}] * STEPS, bounds) == ""
+    assert RULES[rule]([], BOUNDS) == ""
+    assert RULES[rule]([{}] * STEPS, BOUNDS) == ""
     newest = {name: course(0) for name, course in CASES[rule][0].items()}
-    assert RULES[rule]([newest], bounds) == ""
+    assert RULES[rule]([newest], BOUNDS) == ""
 
 
 def test_a_gradient_that_is_clipped_and_comes_down_is_no_warning() -> None:
@@ -135,10 +140,12 @@ def _of_noise(seed: int) -> Iterator[str]:
             "share_without_signal": rng.uniform(0.2, 0.8),
             "share_repeated": rng.uniform(0.0, 0.1),
             "reward_length_correlation": rng.gauss(0.2, 0.2),
+            "logprob_gap": rng.lognormvariate(-4.3, 0.5),
+            FIRST_GAP: 0.014,
         }
         for step in range(LONGEST)
     ]
-    return (rule for rule, check in RULES.items() if check(series, RuleBounds(1.0)))
+    return (rule for rule, check in RULES.items() if check(series, BOUNDS))
 
 
 COLLAPSED = [(0.289, 0.1875), (0.3115, 0.1875), (0.0075, 1.0), *[(0.0, 1.0)] * 22]
@@ -147,7 +154,7 @@ COLLAPSED = [(0.289, 0.1875), (0.3115, 0.1875), (0.0075, 1.0), *[(0.0, 1.0)] * 2
 
 def collapse(steps: list[tuple[float, float]], rule: str = "reward") -> str:
     series = [{"reward": reward, "share_without_signal": share} for reward, share in steps]
-    return RULES[rule](series, RuleBounds(max_grad_norm=1.0))
+    return RULES[rule](series, BOUNDS)
 
 
 def test_a_policy_that_collapsed_in_its_first_steps_is_told_as_such() -> None:
