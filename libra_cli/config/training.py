@@ -253,7 +253,8 @@ class TrainingSpec(Section):
     """The most tokens of one forward pass; a longer trajectory is a pass by itself."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What a backward pass computes again: nothing, what is between matrix products, or each layer.
-    auto is full on GPUs, none without.
+    auto is none without GPUs; on them selective where memory suffices by what --dry-run counts, and
+    else full, as it is with activation_offload or tiled_mlp.
     """
     activation_offload: Annotated[
         bool, not_with("activation_checkpointing", "none", why="no layer is computed again")

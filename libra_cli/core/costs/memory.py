@@ -24,6 +24,9 @@ hidden, q and k in all query and key heads, and i inner units::
     selective   c (q + 2k + 2d + 2i) of products, c q of attention, and the layer's input
     full        the layer's input: c d, or 4 d under autocast
 
+While a layer is computed again there is what none keeps of it, but for the products that selective
+has kept already.
+
 Where n ranks share a forward pass (``training.cp_size``) t is what one has of it, and attention
 keeps the keys and values that are repeated (``costs.heads``) while a layer is computed again.
 
@@ -48,8 +51,9 @@ eleven cases of 2 to 6 layers of true width in bfloat16 on 1 and 8 ranks, none f
 13 %.
 
 Guarantee: within 15 % of the same tracker for whole models, to which nothing was fitted (seven
-cases, none further off than 5 %; ``tests/unit/node/model/test_memory.py`` has one of them), and the
-update alone within 0.1 %, sharded or not. Limit: of mixtures of experts (``mixture_transformer``)
+cases, none further off than 5 %; ``tests/unit/node/model/test_memory.py`` has one of them), within
+10 % for four layers of them, whatever is computed again, and the update alone within 0.1 %, sharded
+or not. Limit: of mixtures of experts (``mixture_transformer``)
 and of adapters nothing was compared with it;
 what a CUDA context, its allocator and NCCL take is assumed (``TRAINER_OVERHEAD_GIB``); where hosts
 are replicas and a step comes in parts (``training.stream``, gradient workers), 4 P / W more are
@@ -136,7 +140,7 @@ def rank_memory(
         kept -= tokens * _input_bytes(shape, sharded, width) * max(0, shape.layers - 2)
     doubled = width * shape.heads.repeated(cp_size) + shape.travelling_bytes(ep_size, width)
     computed = float(tokens * doubled)
-    again = 0 if choice == "none" else shape.layer_bytes(width)
+    again = _again(shape, choice, width)
     if tiled_mlp and (tiled := shape.tiled_bytes(width)):
         few = min(tokens, TILE_TOKENS)
         computed += few * (tiled + shape.passing_bytes(width)) + 3 * width * shape.hidden * tokens
@@ -167,6 +171,13 @@ def parting(ep_size: int, shards: int, experts: int | None) -> int:
     as many as divide both, if the ranks divide the experts; None of a model that is not known."""
     parted = gcd(ep_size, shards)
     return parted if experts is None or (experts and experts % shards == 0) else 1
+
+
+def _again(shape: Architecture, choice: Checkpointing, width: int) -> int:
+    """Bytes of a token of a layer that is computed again: of what is kept only its input twice."""
+    if choice == "none":
+        return 0
+    return shape.layer_bytes(width) - (shape.kept_bytes(choice, width) - width * shape.hidden)
 
 
 def _states(shape: Architecture, world: int, width: int, optimizer: Optimizer) -> dict[str, float]:

@@ -133,6 +133,7 @@ def rank_gib(
     """What each rank on these slots takes, where GPUs have this size."""
     conditions = _conditions(recipe, slots)
     sharing = conditions.sharing(shape, shards, _ranks(slots, shards), gpu_gib)
+    conditions = conditions.settled(shape, shards, sharing, gpu_gib)
     return RankGib(
         conditions.rank_gib(shape, shards, sharing), conditions.pinned_gib(shape, shards, sharing)
     )
@@ -180,7 +181,19 @@ def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, sha
         f"{name}, each of {world} rank{'s' * (world > 1)}, micro-batches {whose} "
         f"{-(-conditions.tokens // sharing):,} tokens: {held:.1f} GiB = {told}"
     )
-    return f"{line}; {_fits(held + TRAINER_OVERHEAD_GIB)}" if on_gpu else line
+    if not on_gpu:
+        return line
+    return f"{line}; {_fits(held + TRAINER_OVERHEAD_GIB)}" + _kept(
+        conditions, shape, shards, sharing
+    )
+
+
+def _kept(conditions: RankConditions, shape: Architecture, shards: int, sharing: int) -> str:
+    """On which GPUs ``training.activation_checkpointing: auto`` keeps more; empty if on none."""
+    for size in USUAL_GIB:
+        if conditions.settled(shape, shards, sharing, size) != conditions:
+            return f", and {size} GB or more with activation_checkpointing: selective (auto)"
+    return ""
 
 
 def _fits(wanted: float) -> str:

@@ -52,11 +52,14 @@ class RankConditions:
     """What the recipe says in ``training.ep_size``."""
     sharded: bool = False
     """Whether a rank that has a replica by itself uses FSDP2 too."""
+    may_keep_more: bool = False
+    """Whether ``choice`` is the one that takes least, and memory that is left decides (auto)."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype) -> RankConditions:
         """The conditions that a recipe asks for, in ranks that compute in ``dtype``."""
         training = recipe.training
+        lean = training.activation_offload or training.tiled_mlp
         return cls(
             tokens=max(training.micro_batch_tokens, recipe.model.max_len),
             choice=_choice(training.activation_checkpointing, on_gpu=on_gpu),
@@ -68,6 +71,7 @@ class RankConditions:
             tiled_mlp=training.tiled_mlp,
             ep_size=training.ep_size or 1,
             sharded=training.sharding == "fsdp2",
+            may_keep_more=on_gpu and training.activation_checkpointing == "auto" and not lean,
         )
 
     def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
@@ -133,6 +137,18 @@ class RankConditions:
         if not shape.splits_rows:
             return [1]
         return [n for n in range(1, ranks + 1) if ranks % n == 0 and shape.heads.divides(n)]
+
+    def settled(
+        self, shape: Architecture | None, shards: int, sharing: int, gpu_gib: float
+    ) -> RankConditions:
+        """The same with what a backward pass computes again once the GPUs are known: of ``auto``
+        only what is between matrix products, where a rank that keeps these fits ``gpu_gib``.
+        """
+        if not self.may_keep_more or shape is None:
+            return self
+        faster = replace(self, choice="selective")
+        fits = faster.rank_gib(shape, shards, sharing) <= USABLE_SHARE * gpu_gib
+        return faster if fits else self
 
     def longest(self, shape: Architecture, shards: int, sharing: int, gpu_gib: float) -> int:
         """Tokens of the longest trajectory that a GPU of this size has the memory for."""

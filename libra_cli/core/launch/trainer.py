@@ -201,7 +201,9 @@ def _trainer_config(
     sharing = conditions.sharing(
         launch.shape, shards, world.ranks if shards == 1 else shards, gpu_gib
     )
-    return _policy_config(recipe, launch.run_id, launch.model_dirs[node], world.ranks) | {
+    conditions = conditions.settled(launch.shape, shards, sharing, gpu_gib)
+    common = _policy_config(recipe, launch.run_id, launch.model_dirs[node], world.ranks, conditions)
+    return common | {
         "weights_dir": launch.facts[node].weights_dir,
         "checkpoint_dir": f"{launch.facts[node].run_dir}/checkpoints",
         "socket": launch.facts[node].socket_of(trainer_of(world.machine)),
@@ -241,26 +243,34 @@ def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str
         RankConditions.of(recipe, on_gpu=on_gpu, dtype=dtype), optimizer=NO_MOMENTS
     )
     shards = ranks if is_sharded(recipe.training, on_gpu=on_gpu) else 1
-    return _policy_config(recipe, launch.run_id, launch.model_dir, ranks) | {
+    gpu_gib = launch.facts.gpu_gib
+    sharing = conditions.sharing(launch.shape, shards, ranks, gpu_gib)
+    conditions = conditions.settled(launch.shape, shards, sharing, gpu_gib)
+    return _policy_config(recipe, launch.run_id, launch.model_dir, ranks, conditions) | {
         "slot": launch.slot.id,
         "incarnation": launch.incarnation,
         "socket": launch.facts.socket_of(worker_of(launch.slot.id)),
         "side_bind": launch.facts.peer_address.listens_at,
         "side_port": launch.ports[side],
         "shm_dir": f"{launch.facts.weights_dir}/{launch.run_id}",
-        "cp_size": conditions.sharing(launch.shape, shards, ranks, launch.facts.gpu_gib),
+        "cp_size": sharing,
         "ep_size": conditions.parted(launch.shape, shards),
     }
 
 
-def _policy_config(recipe: Recipe, run_id: str, model_dir: str, ranks: int) -> dict[str, object]:
+def _policy_config(
+    recipe: Recipe, run_id: str, model_dir: str, ranks: int, conditions: RankConditions
+) -> dict[str, object]:
     """Return the fields that the configurations of the trainer and of a gradient worker share."""
+    training = recipe.training.model_dump(mode="json")
+    if conditions.may_keep_more and conditions.choice == "selective":  # ranks take auto for full
+        training["activation_checkpointing"] = conditions.choice
     return {
         "run_id": run_id,
         "model_dir": model_dir,
         "world_size": ranks,
         "seed": recipe.run.seed,
         "temperature": recipe.rollout.temperature,
-        "training": recipe.training.model_dump(mode="json"),
+        "training": training,
         "max_len": recipe.model.max_len,
     }

@@ -118,6 +118,29 @@ def test_a_trajectory_is_as_long_as_the_ranks_that_share_it_have_memory_for():
     assert conditions().longest(SMALL, 1, 1, 80.0) == 0
 
 
+@pytest.mark.parametrize(
+    ("training", "on_gpu", "may"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"activation_checkpointing": "full"}, True, False),
+        ({"activation_offload": True}, True, False),
+        ({"tiled_mlp": True}, True, False),
+    ],
+)
+def test_only_auto_on_gpus_may_keep_more_where_memory_suffices(
+    training: dict[str, Any], on_gpu: bool, may: bool
+):
+    recipe = Recipe.model_validate(RECIPE | {"training": {"micro_batch_tokens": 16384} | training})
+    found = RankConditions.of(recipe, on_gpu=on_gpu, dtype="bfloat16")
+    assert found.choice == ("full" if on_gpu else "none")
+    for size, choice in ((100.0, "selective" if may else found.choice), (80.0, found.choice)):
+        # 8B on eight ranks with 16,384 tokens takes 36 GiB, or with matrix products kept 82.
+        assert found.settled(SMALL, 8, 1, size).choice == choice
+    assert found.settled(None, 8, 1, 80.0) == found
+    assert found.settled(SMALL, 8, 1, 0.0) == found, "nobody says how much memory there is"
+
+
 RECIPE: dict[str, Any] = {
     "nodes": [
         {"host": "a", "gpus": 8, "pool": "train"},
