@@ -16,6 +16,9 @@ PIP_ARGS ?=
 # 3 GB for GPUs without it. Used only if the first attempt finds none.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH := torch==2.13.0+cpu
+# What make quickstart runs on: a GPU where there is one, unless $(VENV) is for CPUs already. ON=cpu
+# leaves the GPU alone.
+ON ?= $(if $(wildcard $(VENV)/.stamp-cpu),cpu,$(if $(shell nvidia-smi -L 2>/dev/null),gpu,cpu))
 # Tests that run side by side.
 JOBS ?= 2
 
@@ -39,8 +42,8 @@ TOLD := --durations 10 --durations-min 2
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
-quickstart: $(VENV)/.stamp-cpu ## install, then train a small agent for real on this machine's CPU
-	$(BIN)/libra run recipes/quickstart.yaml
+quickstart: $(VENV)/.stamp-$(ON) ## install, then train a small agent for real on this machine's GPU or CPU
+	$(BIN)/libra run recipes/quickstart$(if $(filter gpu,$(ON)),-gpu).yaml
 
 gpu-check: $(VENV)/.stamp-gpu ## on a machine with a GPU: check what only one can show
 	$(BIN)/python -m tests.gpu.check

@@ -165,8 +165,9 @@ def _why_anew(before: Recipe, recipe: Recipe, plans: list[PlanRecord]) -> str:
 
 
 def _shape(nodes: Sequence[NodeSpec]) -> list[tuple[object, ...]]:
-    """Return what a plan depends on of each host: its name, GPUs, slots and pool."""
-    return [(node.name, node.gpus, node.slots, node.pool) for node in nodes]
+    """Return what a plan depends on of each host: its name, GPUs, slots, pool, and whether two
+    slots share its GPU."""
+    return [(node.name, node.gpus, node.slots, node.pool, node.share is None) for node in nodes]
 
 
 def _kept(reader: Reader, recipe: Recipe, row: PlanRecord) -> FirstPlan:

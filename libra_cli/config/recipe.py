@@ -32,7 +32,7 @@ from libra_cli.config.environment import (
     evaluation_names,
     listed,
 )
-from libra_cli.config.fields import Count, Name, Positive, Section, as_tuple, one_or_several
+from libra_cli.config.fields import Count, Name, Positive, Section, Share, as_tuple, one_or_several
 from libra_cli.config.on_resume import MAY_CHANGE, fixed
 from libra_cli.config.only_with import not_with
 from libra_cli.config.problems import Problem, RuleError
@@ -138,6 +138,33 @@ class RunSpec(Section):
             yield from argument_problems(f"monitors.{name}", arguments)
 
 
+MOST_SHARED = 0.95
+"""The most that two processes may share of a memory; each has a CUDA context beside its share, and
+so has whoever draws on the screen."""
+
+
+class ShareSpec(Section):
+    """Shares of one memory, of a server and of the trainer's rank beside it."""
+
+    on_resume = MAY_CHANGE
+
+    rollout: Share
+    """The server's share: its weights, what it computes with, and its KV cache, which is the rest.
+    """
+    train: Share
+    """The rank's share. torch takes no more of a GPU; without GPUs nothing holds the rank to it."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield shares that leave nothing of the memory to anybody else."""
+        whole = self.rollout + self.train
+        if whole > MOST_SHARED + 1e-9:
+            yield Problem(
+                ("rollout", "train"),
+                f"is {self.rollout:g}, which with train's {self.train:g} is {whole:g}: together "
+                f"they may be {MOST_SHARED:g}, and 0.9 leaves room for CUDA and a screen",
+            )
+
+
 class NodeSpec(Section):
     """One host: how to reach it, its GPUs, and what its slots may do."""
 
@@ -177,6 +204,10 @@ class NodeSpec(Section):
         | None
     ) = None
     """What its slots may do: one word for all of them, or a list with one for each. Null: auto."""
+    share: ShareSpec | None = None
+    """A server and a rank of the trainer side by side on its one GPU, each with a share of the
+    GPU's memory: {rollout: 0.3, train: 0.6}. Of a host without GPUs they are shares of its memory.
+    They are its two slots, and stay what they are. Null: no two processes share a GPU."""
     python: str | None = None
     """The interpreter. Null: libra's own for ``local``, ``~/.libra/venv/bin/python`` over SSH."""
     workdir: str = "~/.libra"
@@ -218,11 +249,29 @@ class NodeSpec(Section):
             )
         if len(set(self.gpu_ids)) != len(self.gpu_ids) or len(self.gpu_ids) not in (0, self.gpus):
             yield Problem(("gpus", "gpu_ids"), "must list each GPU once: gpus: [4, 5, 6, 7]")
-        if self.gpus % slots:
+        if self.share is None and self.gpus % slots:
             yield Problem(
                 ("slots", "gpus"), f"{self.gpus} GPUs do not split evenly into {slots} slots"
             )
+        yield from self._share_problems()
         yield from environment_problems(self.env, "environment.secrets")
+
+    def _share_problems(self) -> Iterator[Problem]:
+        """Yield shares of what is not one memory, or of others than a server and a trainer."""
+        if self.share is None:
+            return
+        if self.gpus > 1:
+            yield Problem(
+                ("share", "gpus"),
+                f"is for one GPU, and gpus is {self.gpus}: leave it out, so that server and "
+                "trainer have GPUs of their own (slots: 2), or set gpus: 1",
+            )
+        if self.slots not in (None, 2) or sorted(self.slot_pools) != ["rollout", "train"]:
+            yield Problem(
+                ("share", "slots", "pool"),
+                "is one server and one rank of the trainer, which stay what they are: leave out "
+                "slots and pool",
+            )
 
     @property
     def extra(self) -> str:
@@ -247,22 +296,23 @@ class NodeSpec(Section):
     @property
     def is_open(self) -> bool:
         """Whether the node has GPUs and the recipe says nothing of what they are to do."""
-        return self.gpus > 0 and self.slots is None and self.pool is None
+        return self.gpus > 0 and (self.slots, self.pool, self.share) == (None, None, None)
 
     @property
     def num_slots(self) -> int:
         """The number of slots, if the planner does not cut it up."""
-        return self.slots or 1
+        return self.slots or (1 if self.share is None else 2)
 
     @property
     def slot_pools(self) -> tuple[PoolName, ...]:
-        pool: tuple[PoolName, ...] = self.pool or ("auto",)
+        usual: tuple[PoolName, ...] = ("auto",) if self.share is None else ("rollout", "train")
+        pool = self.pool or usual
         return pool * self.num_slots if len(pool) == 1 else pool
 
     @property
     def gpus_per_slot(self) -> int:
         """The number of GPUs of each slot; 0 on a host without GPUs."""
-        return self.gpus // self.num_slots
+        return self.gpus // self.num_slots if self.share is None else self.gpus
 
     @property
     def port_range(self) -> tuple[int, int]:

@@ -24,6 +24,7 @@ RESERVED_VLLM_FLAGS = frozenset(
         "--enforce-eager",
         "--gpu-memory-utilization",
         "--host",
+        "--kv-cache-memory-bytes",
         "--logprobs-mode",
         "--max-model-len",
         "--max-num-seqs",
@@ -151,10 +152,11 @@ class RolloutSpec(Section):
     buckets: Annotated[tuple[BucketSpec, ...], Field(min_length=1)] | None = None
     """The shapes of servers, from short trajectories to long ones. Null: one of one GPU, or on
     nodes without slots whatever the planner chooses; there, only their tensor_parallel counts."""
-    gpu_memory: Share = 0.9
-    """The share of a GPU's memory that vLLM takes."""
+    gpu_memory: Share | None = None
+    """The share of a GPU's memory that vLLM takes. Null: 0.9, of GPUs below 30 GB 0.85, since a
+    version is loaded beside it. Of nodes with ``share`` that holds instead."""
     kv_gib: Positive = 1
-    """KV cache in GiB of a server on a host without GPUs."""
+    """KV cache in GiB of a server on a host without GPUs, unless its node has a ``share``."""
     quantization: Annotated[
         Quantization | None,
         only_with("backend", "vllm", why="its servers quantize what they load, and can prove it"),

@@ -160,12 +160,12 @@ class Slot:
 
 @cache
 def devices_of(slot: Slot) -> frozenset[tuple[str, int | str]]:
-    """Return the devices that only one process may have: GPUs, else parts of the node, else the
+    """Return the devices that only one process may have: parts of the node, else GPUs, else the
     slot.
 
-    Of two slots of one node both have GPUs or neither.
+    Of two slots of one node both are named after parts or neither. Parts may share a GPU.
     """
-    return frozenset((slot.node, device) for device in slot.gpus or slot.parts or (slot.id,))
+    return frozenset((slot.node, device) for device in slot.parts or slot.gpus or (slot.id,))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,26 +3,29 @@
     two GPUs or more, a model   hosts with GPUs are left to the planner; all weights rather than an
                                 adapter, and the longest context, that fit by ``core.costs.memory``
     two GPUs or more, no model  the small model that libra builds, on two of them
-    none, or one                the CPUs of one host; of several, the first trains
+    one GPU                     a server and the trainer share it; the largest share for the trainer
+                                with which both fit
+    none                        the CPUs of one host; of several, the first trains
 
 Guarantee: what is chosen for GPUs whose memory is known fits them by the plan that the run would
-begin with. Limit: one GPU is not used, since a trainer and a server need one each.
+begin with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from libra_cli.app.first_plan import explained_first_plan
 from libra_cli.config.errors import LibraError
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import Recipe, ShareSpec
 from libra_cli.core.costs.architecture import Architecture, architecture_of
-from libra_cli.core.costs.memory import GIB, SERVER_OVERHEAD_GIB, server_contexts
+from libra_cli.core.costs.memory import GIB, server_contexts
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.launch.process import dtype_of
 from libra_cli.core.launch.sharding import RankConditions, dp_shard_size
+from libra_cli.core.launch.shares import rank_gpu_gib, server_room_gib
 from libra_cli.core.launch.trainer_backend import ranks_per_node
 from libra_cli.core.types import Plan, Slot
 from libra_cli.runtime.doctor.discovery import FoundHost
@@ -30,6 +33,12 @@ from libra_cli.runtime.doctor.discovery import FoundHost
 LENGTHS = (8192, 4096, 2048)
 """Tokens of a trajectory, the longest first, that a first recipe allows."""
 LENGTH_ON_CPUS = 1024
+SHARES = tuple(
+    ShareSpec(rollout=rollout, train=train)
+    for rollout, train in ((0.3, 0.6), (0.4, 0.5), (0.5, 0.4), (0.6, 0.3))
+)
+"""Shares of one GPU to try, of which the trainer needs the most for all weights of a small model
+and the server for an adapter of a larger one; a tenth is left for CUDA and a screen."""
 LEAST_CONTEXTS = 4
 """Whole contexts that the KV cache of each server has to hold."""
 STATE_BYTES_ON_CPUS = 20
@@ -49,6 +58,8 @@ class NodeChoice:
     slots: int | None
     pool: tuple[str, ...]
     told: str
+    share: bool = False
+    """Whether a server and the trainer share its one GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +81,8 @@ class SizeChoice:
     max_len: int
     micro_batch_tokens: int
     lora: bool
+    share: ShareSpec = SHARES[0]
+    """Shares of the GPU, where server and trainer have one together."""
 
 
 def model_of(path: str, config: Mapping[str, Any], notes: Sequence[str]) -> FoundModel:
@@ -102,6 +115,8 @@ def nodes_for(found: Sequence[FoundHost], *, small: bool) -> tuple[NodeChoice, .
         if enough is not None:
             return (_node(enough, gpus=2, slots=2, pool=("rollout", "train")),)
         return tuple(_node(one, gpus=len(one.gpus)) for one in with_gpus[: 2 if small else None])
+    if with_gpus:
+        return (replace(_node(with_gpus[0], gpus=1), share=True),)
     if len(reached) == 1:
         return (_node(reached[0], slots=2, pool=("rollout", "train")),)
     first, *others = reached
@@ -125,7 +140,7 @@ def in_words(one: FoundHost) -> str:
 
 
 def left_out(found: Sequence[FoundHost], nodes: Sequence[NodeChoice]) -> Iterator[str]:
-    """Say why a host is not in the recipe, and GPUs are not used."""
+    """Say why a host is not in the recipe."""
     chosen = {node.host: node for node in nodes}
     for one in found:
         name, node = one.node.host, chosen.get(one.node.host)
@@ -134,17 +149,20 @@ def left_out(found: Sequence[FoundHost], nodes: Sequence[NodeChoice]) -> Iterato
         elif node is None:
             why = "two GPUs are enough for the small model" if one.gpus else "it has no GPU"
             yield f"{name} is left out ({in_words(one)}): {why}"
-        elif one.gpus and not node.gpus:
-            yield f"the GPU of {name} is not used: a trainer and a server need one each"
 
 
 # -- sizes -----------------------------------------------------------------------------------------
 
 
-def sizes_for(model: FoundModel, *, on_gpus: bool) -> Iterator[SizeChoice]:
+def sizes_for(model: FoundModel, *, on_gpus: bool, shared: bool = False) -> Iterator[SizeChoice]:
     """Yield sizes to try, the best first: any size that trains all weights comes before LoRA, and
-    longer trajectories come before shorter ones.
+    longer trajectories come before shorter ones; each with all shares of a GPU that is ``shared``.
     """
+    for size in _sizes(model, on_gpus=on_gpus):
+        yield from (replace(size, share=share) for share in SHARES[: None if shared else 1])
+
+
+def _sizes(model: FoundModel, *, on_gpus: bool) -> Iterator[SizeChoice]:
     context = model.context or LENGTHS[-1]
     if not on_gpus:
         length = min(context, LENGTH_ON_CPUS)
@@ -179,18 +197,26 @@ def _fits_gpus(
 ) -> bool:
     plan, known = placed[0], {slot.id: slot for slot in placed[1]}
     train = [known[slot] for slot in plan.train]
-    conditions = RankConditions.of(recipe, on_gpu=True, dtype=dtype_of(recipe.model, train))
-    shards = dp_shard_size(recipe.training, ranks_per_node(train), host_fits=False)
-    if not conditions.fit(shape, shards, size):
+    ranks = ranks_per_node(train)
+    conditions = RankConditions.of(
+        recipe, on_gpu=True, dtype=dtype_of(recipe.model, train), ranks=sum(ranks.values())
+    )
+    shards = dp_shard_size(recipe.training, ranks, host_fits=False)
+    if not conditions.fit(shape, shards, min(rank_gpu_gib(recipe.node(n), size) for n in ranks)):
         return False
-    room = (size * recipe.rollout.gpu_memory - SERVER_OVERHEAD_GIB) * GIB
+    rooms = {
+        slot: server_room_gib(
+            recipe.node(known[slot].node), recipe.rollout.gpu_memory, known[slot].num_devices, size
+        )
+        for slot, _ in plan.servers
+    }
     return all(
         server_contexts(
             shape,
             tensor_parallel=known[slot].num_devices,
-            room=room,
+            room=room * GIB,
             max_len=recipe.model.max_len,
         )
         >= LEAST_CONTEXTS
-        for slot, _ in plan.servers
+        for slot, room in rooms.items()
     )

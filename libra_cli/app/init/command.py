@@ -19,6 +19,7 @@ import yaml
 from libra_cli.app.dry_run import plan_of
 from libra_cli.app.explain import recipe_schema
 from libra_cli.app.init.choices import (
+    SHARES,
     FoundModel,
     SizeChoice,
     fits,
@@ -159,8 +160,9 @@ def _chosen(order: InitOrder, found: Sequence[FoundHost], model: FoundModel | No
     if model is None:
         return _rendered(order, found, None, None)
     text = ""
-    on_gpus = any(node.gpus for node in nodes_for(found, small=False))
-    for size in sizes_for(model, on_gpus=on_gpus):
+    nodes = nodes_for(found, small=False)
+    on_gpus, shared = any(node.gpus for node in nodes), any(node.share for node in nodes)
+    for size in sizes_for(model, on_gpus=on_gpus, shared=shared):
         text = _rendered(order, found, model, size)
         recipe = Recipe.model_validate(yaml.safe_load(text))
         if model.shape is None or fits(recipe, model.shape, found):
@@ -193,7 +195,8 @@ def _rendered(
         small=model is None,
         nodes=nodes,
         left_out=[_one_line(line) for line in left_out(found, nodes)],
-        open_nodes=on_gpus and not any(node.slots for node in nodes),
+        open_nodes=on_gpus and not any(node.slots or node.share for node in nodes),
+        share=size.share if size is not None else SHARES[0],
         on_gpus=on_gpus,
         model=model,
         size=size,

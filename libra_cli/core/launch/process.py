@@ -71,10 +71,17 @@ class HostFacts:
     and they are called as in the recipe."""
     gpu_gib: float = 0.0
     """Memory of the smallest GPU that libra may use; 0 when nobody has looked."""
+    memory_gib: float = 0.0
+    """Memory of the host; 0 when nobody has looked."""
 
     def socket_of(self, process: str) -> str:
         """Path of the Unix socket on which a process answers the controller."""
         return f"{self.tmp_dir or self.run_dir}/sockets/{process}.sock"
+
+    @property
+    def is_guessed(self) -> bool:
+        """Whether nobody has looked at the host, and commands are only shown."""
+        return self.cpus is None
 
     @property
     def peer_address(self) -> PeerAddress:

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.launch.joined_slots import part_slots
 from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
@@ -45,6 +46,8 @@ class ServerLaunch:
     members of a group the same tokens.
     """
     model_dir: str
+    shape: Architecture | None = None
+    """The sizes of the model, if they are known; the KV cache of a shared memory follows."""
 
 
 class RolloutBackend(Protocol):
@@ -73,12 +76,18 @@ def rollout_backend(name: str) -> RolloutBackend:
 
 
 def server_process(
-    recipe: Recipe, slot: Slot, bucket: Bucket, facts: HostFacts, *, model_dir: str
+    recipe: Recipe,
+    slot: Slot,
+    bucket: Bucket,
+    facts: HostFacts,
+    *,
+    model_dir: str,
+    shape: Architecture | None = None,
 ) -> ProcessSpec:
     """The server of a slot, as the recipe's backend makes it."""
     seed = recipe.run.seed * 10_000 + _position(recipe, slot)
     socket = facts.socket_of(process_of(slot.id))
-    launch = ServerLaunch(slot, bucket, facts, socket, seed, model_dir)
+    launch = ServerLaunch(slot, bucket, facts, socket, seed, model_dir, shape)
     return rollout_backend(recipe.rollout.backend).server(recipe, launch)
 
 

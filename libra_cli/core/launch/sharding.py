@@ -19,7 +19,6 @@ from libra_cli.config.training import Optimizer, TrainingSpec
 from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.costs.memory import (
     GIB,
-    TRAINER_OVERHEAD_GIB,
     USABLE_SHARE,
     MemoryUse,
     longest_context,
@@ -27,6 +26,7 @@ from libra_cli.core.costs.memory import (
     parting,
     rank_memory,
     shards_of,
+    trainer_overhead_gib,
 )
 from libra_cli.core.costs.mixture_transformer import Checkpointing
 from libra_cli.core.launch.process import NUMBER_BYTES, Dtype
@@ -54,10 +54,13 @@ class RankConditions:
     """Whether a rank that has a replica by itself uses FSDP2 too."""
     may_keep_more: bool = False
     """Whether ``choice`` is the one that takes least, and memory that is left decides (auto)."""
+    alone: bool = False
+    """Whether the rank is its whole world, and communicates with no other."""
 
     @classmethod
-    def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype) -> RankConditions:
-        """The conditions that a recipe asks for, in ranks that compute in ``dtype``."""
+    def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype, ranks: int) -> RankConditions:
+        """The conditions that a recipe asks for, in a world of ``ranks`` that computes in
+        ``dtype``."""
         training = recipe.training
         lean = training.activation_offload or training.tiled_mlp
         return cls(
@@ -72,6 +75,7 @@ class RankConditions:
             ep_size=training.ep_size or 1,
             sharded=training.sharding == "fsdp2",
             may_keep_more=on_gpu and training.activation_checkpointing == "auto" and not lean,
+            alone=ranks == 1,
         )
 
     def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
@@ -108,7 +112,12 @@ class RankConditions:
 
     def rank_gib(self, shape: Architecture, shards: int, sharing: int = 1) -> float:
         """Return GiB of a rank as in ``use``, with what CUDA and NCCL take."""
-        return self.use(shape, shards, sharing).total / GIB + TRAINER_OVERHEAD_GIB
+        return self.use(shape, shards, sharing).total / GIB + self.overhead_gib
+
+    @property
+    def overhead_gib(self) -> float:
+        """GiB of a rank for what CUDA and NCCL take, and for fragmentation."""
+        return trainer_overhead_gib(alone=self.alone)
 
     def fit(self, shape: Architecture, shards: int, gpu_gib: float) -> bool:
         """Whether that fits a GPU of this size, however many ranks share a forward pass."""
@@ -156,7 +165,7 @@ class RankConditions:
         def held(tokens: int) -> float:
             return replace(self, tokens=tokens).use(shape, shards, sharing).total
 
-        return longest_context(held, (USABLE_SHARE * gpu_gib - TRAINER_OVERHEAD_GIB) * GIB)
+        return longest_context(held, (USABLE_SHARE * gpu_gib - self.overhead_gib) * GIB)
 
 
 def is_sharded(training: TrainingSpec, *, on_gpu: bool) -> bool:

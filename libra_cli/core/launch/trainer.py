@@ -32,6 +32,7 @@ from libra_cli.core.launch.process import (
     worker_ports,
 )
 from libra_cli.core.launch.sharding import RankConditions, dp_shard_size, is_sharded
+from libra_cli.core.launch.shares import rank_gpu_gib
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, WorkerLaunch, ranks_per_node
 from libra_cli.core.types import Slot
 
@@ -195,8 +196,12 @@ def _trainer_config(
     recipe: Recipe, launch: TrainerLaunch, node: str, world: MachineRanks
 ) -> dict[str, object]:
     """The fields of ``libra_cli.node.trainer.config.TrainerConfig``."""
-    gpu_gib = min(launch.facts[node].gpu_gib for node in ranks_per_node(launch.train))
-    conditions = RankConditions.of(recipe, on_gpu=world.gpus, dtype=world.dtype)
+    gpu_gib = min(
+        rank_gpu_gib(recipe.node(node), launch.facts[node].gpu_gib)
+        for node in ranks_per_node(launch.train)
+    )
+    conditions = RankConditions.of(recipe, on_gpu=world.gpus, dtype=world.dtype, ranks=world.ranks)
+    share = recipe.node(node).share
     shards = _shards(recipe.training, conditions, launch, world, gpu_gib)
     sharing = conditions.sharing(
         launch.shape, shards, world.ranks if shards == 1 else shards, gpu_gib
@@ -217,6 +222,7 @@ def _trainer_config(
         "dp_shard_size": shards if 1 < shards < world.ranks else None,
         "cp_size": sharing,
         "ep_size": conditions.parted(launch.shape, shards),
+        "memory_share": share.train if share is not None and world.gpus else None,
     }
 
 
@@ -240,7 +246,7 @@ def _worker_config(recipe: Recipe, launch: WorkerLaunch, ranks: int) -> dict[str
     on_gpu = bool(launch.slot.gpus)
     dtype = dtype_of(recipe.model, [launch.slot])
     conditions = replace(
-        RankConditions.of(recipe, on_gpu=on_gpu, dtype=dtype), optimizer=NO_MOMENTS
+        RankConditions.of(recipe, on_gpu=on_gpu, dtype=dtype, ranks=ranks), optimizer=NO_MOMENTS
     )
     shards = ranks if is_sharded(recipe.training, on_gpu=on_gpu) else 1
     gpu_gib = launch.facts.gpu_gib

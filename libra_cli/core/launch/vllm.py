@@ -15,6 +15,7 @@ Why the flags are what they are:
 - ``--logprobs-mode processed_logprobs``: log-probabilities after temperature, as the trainer's.
 - ``--no-async-scheduling`` where a head drafts: whether it does is decided between two steps, and
   vLLM would schedule a step's drafts before the step before it ends.
+- ``--kv-cache-memory-bytes`` where memory is shared with a rank (``core.launch.shares``).
 - ``--scheduling-policy priority`` orders vLLM's own waiting queue; admission is the request
   scheduler's (``libra_cli.core.scheduling.request_scheduler``).
 """
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import json
 
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.launch.process import (
     Flags,
     HostFacts,
@@ -35,6 +36,7 @@ from libra_cli.core.launch.process import (
     process_of,
 )
 from libra_cli.core.launch.rollout_backend import ServerLaunch
+from libra_cli.core.launch.shares import server_share, shared_cache_bytes
 
 SOCKET_DIRECTORY = 107 - 37
 """Bytes that a directory may have where a socket is called by a UUID: Linux allows 107 for the
@@ -73,7 +75,7 @@ class Vllm:
 
 
 def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
-    slot, bucket = launch.slot, launch.bucket
+    slot, bucket, node = launch.slot, launch.bucket, recipe.node(launch.slot.node)
     flags: dict[str, str | int | float | None] = {
         "--socket": launch.socket,
         "--model": launch.model_dir,
@@ -97,17 +99,27 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
     if recipe.training.rollout_routes:
         flags["--enable-return-routed-experts"] = None
     if slot.gpus:
-        flags["--gpu-memory-utilization"] = recipe.rollout.gpu_memory
+        flags["--gpu-memory-utilization"] = _utilization(launch, node, recipe.rollout.gpu_memory)
     else:
         flags["--enforce-eager"] = None
+    if node.share is not None and launch.facts.is_guessed:
+        flags["--kv-cache-memory-bytes"] = "<what its share leaves beside the weights>"
+    elif cache := shared_cache_bytes(launch, node, recipe.rollout, recipe.model):
+        flags["--kv-cache-memory-bytes"] = cache
     return flags
 
 
+def _utilization(launch: ServerLaunch, node: NodeSpec, gpu_memory: float | None) -> float | str:
+    if launch.facts.is_guessed and node.share is None and gpu_memory is None:
+        return "<0.9, or 0.85 below 30 GB>"
+    return server_share(node, gpu_memory, launch.facts.gpu_gib)
+
+
 def _env(recipe: Recipe, launch: ServerLaunch) -> dict[str, str]:
-    slot, facts = launch.slot, launch.facts
+    slot, facts, node = launch.slot, launch.facts, recipe.node(launch.slot.node)
     ranks = 1 if slot.gpus else launch.bucket.tensor_parallel  # each has threads of its own
     env = {
-        **common_env(recipe.node(slot.node), [slot], facts, processes=ranks),
+        **common_env(node, [slot], facts, processes=ranks),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         **interface_env("lo"),
@@ -117,7 +129,8 @@ def _env(recipe: Recipe, launch: ServerLaunch) -> dict[str, str]:
         env |= _caches_env(facts)
     else:
         # Of every rank: two hold twice as much, since each has a half of the heads.
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(recipe.rollout.kv_gib)
+        if not shared_cache_bytes(launch, node, recipe.rollout, recipe.model):
+            env["VLLM_CPU_KVCACHE_SPACE"] = str(recipe.rollout.kv_gib)
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         # vLLM's sampler would have two small functions compiled, for 10 seconds of every start.
         env["TORCH_COMPILE_DISABLE"] = "1"

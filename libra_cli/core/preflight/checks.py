@@ -14,6 +14,7 @@ from libra_cli.core.preflight import (
     network_checks,
     python_checks,
     quantization,
+    shares,
 )
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import Finding
@@ -40,6 +41,7 @@ CHECKS = (
     Check("torch", True, python_checks.torch),
     Check("memory", True, host_checks.memory),
     Check("gpu memory", True, gpu_memory.gpu_memory),
+    Check("shares", True, shares.shares),
     Check("shm", True, host_checks.versions_room),
     Check("disk", True, host_checks.disk),
     Check("limits", True, host_checks.limits),

@@ -1,4 +1,6 @@
-"""Whether what a plan starts fits the GPUs that the hosts have, by the law of ``costs.memory``."""
+"""Whether what a plan starts fits the GPUs that the hosts have, or their shares of them, by the
+law of ``costs.memory``.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,25 @@ from collections.abc import Iterable, Iterator
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.costs.architecture import Architecture, architecture_of
-from libra_cli.core.costs.memory import GIB, SERVER_OVERHEAD_GIB, USABLE_SHARE, server_contexts
+from libra_cli.core.costs.memory import GIB, USABLE_SHARE, server_contexts
 from libra_cli.core.launch.joined_slots import slot_named
 from libra_cli.core.launch.memory_table import rank_gib, shard_sizes
 from libra_cli.core.launch.placement import slots_of
+from libra_cli.core.launch.shares import rank_gpu_gib, server_room_gib
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import Finding, Remedy
 from libra_cli.core.preflight.needs import draft_head
 from libra_cli.core.types import Slot, node_of
 
 CHECK = "gpu memory"
+_SMALLER = "training.lora, training.optimizer: adamw_offload, or a smaller micro_batch_tokens"
 
 
 def gpu_memory(case: PreflightCase) -> Iterator[Finding]:
     """Check that the trainer's ranks, and one context of the
     greatest length in each server, fit.
     """
-    shape = _shape(case)
+    shape = shape_of(case)
     if shape is None:
         return
     known = {slot.id: slot for slot in slots_of(case.recipe)}
@@ -40,7 +44,7 @@ def gpu_memory(case: PreflightCase) -> Iterator[Finding]:
 
 def locked_bytes(case: PreflightCase, node: str) -> float:
     """Bytes of a host's memory that its ranks lock for activations (``activation_offload``)."""
-    shape = _shape(case)
+    shape = shape_of(case)
     if shape is None or not case.recipe.training.activation_offload:
         return 0.0
     known = {slot.id: slot for slot in slots_of(case.recipe)}
@@ -59,7 +63,8 @@ def locked_bytes(case: PreflightCase, node: str) -> float:
     return locked * GIB
 
 
-def _shape(case: PreflightCase) -> Architecture | None:
+def shape_of(case: PreflightCase) -> Architecture | None:
+    """Return the sizes of the model, with its adapter; None if they are not known."""
     if case.model is None:
         return None
     try:
@@ -77,34 +82,46 @@ def _smallest(sizes: Iterable[int]) -> float:
 def _ranks(
     case: PreflightCase, shape: Architecture, train: list[Slot], sizes: dict[str, float]
 ) -> Iterator[Finding]:
-    room = min((sizes.get(slot.node, 0.0) for slot in train), default=0.0)
+    recipe = case.recipe
+    rooms = {
+        rank_gpu_gib(recipe.node(slot.node), sizes.get(slot.node, 0.0)): slot for slot in train
+    }
+    room = min(rooms, default=0.0)
     if not room:
         return
+    node = recipe.node(rooms[room].node)
+    has = f"{sizes[node.name]:.0f}"
+    if node.share is not None:
+        has = f"{node.share.train:g} of {has}"
     # Of two ways to share a replica the one that needs less is taken where the other does not fit.
     need = min(
         rank_gib(case.recipe, shape, train, shards, room).gpu
         for shards in shard_sizes(case.recipe, train)
     )
     if need <= USABLE_SHARE * room:
-        yield Finding(CHECK, train[0].node, "fine", f"a rank takes {need:.0f} of {room:.0f} GiB")
+        yield Finding(CHECK, train[0].node, "fine", f"a rank takes {need:.0f} of {has} GiB")
         return
     yield Finding(
         CHECK,
         train[0].node,
         "warns",
-        f"a rank of the trainer takes about {need:.0f} GiB, its GPU has {room:.0f}",
+        f"a rank of the trainer takes about {need:.0f} GiB, its GPU has {has}",
         "memory would run out in the first long step",
         Remedy(
             "person",
             "train on more GPUs, lower training.micro_batch_tokens, or set "
-            "training.activation_checkpointing: full, training.lora or training.cp_size",
+            "training.activation_checkpointing: full, training.lora or training.cp_size"
+            if node.share is None
+            else f"give it a larger share (nodes[].share.train), or set {_SMALLER}",
         ),
     )
 
 
 def _server(case: PreflightCase, shape: Architecture, slot: Slot, size: float) -> Iterator[Finding]:
     recipe = case.recipe
-    room = size * recipe.rollout.gpu_memory - SERVER_OVERHEAD_GIB
+    node = recipe.node(slot.node)
+    room = server_room_gib(node, recipe.rollout.gpu_memory, slot.num_devices, size)
+    has = f"{size:.0f}" if node.share is None else f"{node.share.rollout:g} of {size:.0f}"
     contexts = server_contexts(
         shape,
         tensor_parallel=slot.num_devices,
@@ -120,9 +137,12 @@ def _server(case: PreflightCase, shape: Architecture, slot: Slot, size: float) -
         CHECK,
         slot.node,
         "warns",
-        f"{slot.id} of {size:.0f} GiB has no room for a context of {recipe.model.max_len:,} tokens",
+        f"{slot.id} of {has} GiB has no room for a context of {recipe.model.max_len:,} tokens",
         "the server would not start",
         Remedy(
-            "person", "give the slot more GPUs, raise rollout.gpu_memory, or lower model.max_len"
+            "person",
+            "give the slot more GPUs, raise rollout.gpu_memory, or lower model.max_len"
+            if node.share is None
+            else "give it a larger share (nodes[].share.rollout), or lower model.max_len",
         ),
     )

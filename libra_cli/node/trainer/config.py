@@ -38,6 +38,9 @@ class TrainerConfig:
     """Neighbouring ranks that compute a micro-batch together, each its part of the tokens."""
     ep_size: int = 1
     """Neighbouring ranks of a replica that hold other experts of each layer."""
+    memory_share: float | None = None
+    """The most that torch may take of the GPU's memory, which a server has a share of too; None:
+    whatever is free."""
     steps: int = 0
     """Steps of the run, at which schedules of the learning rate end that are not constant."""
     resume: str | None = None

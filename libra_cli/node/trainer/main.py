@@ -72,6 +72,10 @@ def _work(config: TrainerConfig, queue: CommandQueue | None, heart: Heartbeat) -
     from libra_cli.node.trainer.trainer import Trainer
 
     disable_progress_bar()
+    if config.memory_share is not None:
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(config.memory_share)
     started = time.monotonic()
     rank = TrainerRank(config, queue, Trainer(config), heart)
     rank.begin()

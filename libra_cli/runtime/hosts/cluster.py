@@ -293,6 +293,7 @@ class Cluster:
             cpus=seen.cpus,
             devices=tuple(gpu.device for gpu in seen.gpus[: node.gpus]),
             gpu_gib=min((gpu.mem_total for gpu in seen.gpus[: node.gpus]), default=0) / GIB,
+            memory_gib=seen.mem_total / GIB,
         )
         if imports is not None and "torch" in seen.packages:
             packages = tuple(name for name in imports if name in seen.packages)

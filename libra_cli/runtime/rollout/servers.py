@@ -128,25 +128,28 @@ class Servers:
 
     async def _start(self, action: StartServer) -> Event:
         slot, incarnation = action.slot, action.incarnation
-        server = await self.processes.start(slot, incarnation, [self._process(action)])
+        server = await self.processes.start(slot, incarnation, [await self._process(action)])
         await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
         self._probes.add(slot, server)
         return ServerStarted(slot, incarnation)
 
-    def _process(self, action: StartServer) -> ProcessSpec:
+    async def _process(self, action: StartServer) -> ProcessSpec:
         slot, cluster = slot_named(action.slot, self._slots), self._cluster
+        shares = self._recipe.node(slot.node).share is not None
         return server_process(
             self._recipe,
             slot,
             action.bucket,
             cluster.facts[slot.node],
             model_dir=cluster.model_dirs[slot.node],
+            shape=await cluster.models.architecture(slot.node) if shares else None,
         )
 
     async def adopt(self, action: StartServer) -> None:
         """Connect to the process that was started so, by whomever. Raises HostError."""
         slot, incarnation = action.slot, action.incarnation
-        server = await self.processes.adopt(slot, incarnation, [self._process(action)])
+        processes = [await self._process(action)]
+        server = await self.processes.adopt(slot, incarnation, processes)
         self._probes.add(slot, server)
 
     async def stop(self, action: StopServer) -> Event:

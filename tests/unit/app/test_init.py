@@ -176,10 +176,63 @@ def test_a_host_without_python_is_to_be_set_up_first(hosts):
     assert "next: libra setup recipe.yaml" in done.output
 
 
-def test_one_gpu_is_not_used_and_the_user_told(hosts):
-    hosts["gpu"] = Remote(report(gpus=1))
-    assert "the GPU of gpu is not used" in libra("init", "gpu").output
-    assert written().nodes[0].gpus == 0
+GEFORCE = 24564
+"""MiB of an RTX 4090, as nvidia-smi tells them."""
+
+
+def small_model(directory: Path, name: str) -> Path:
+    sizes = {
+        "hidden_size": 1024 if name == "Qwen3-0.6B" else 2048,
+        "intermediate_size": 3072 if name == "Qwen3-0.6B" else 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    }
+    place = directory / name
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps({**QWEN3_8B, **sizes}))
+    return write_model(place, CHATML)
+
+
+@pytest.mark.parametrize(
+    ("name", "mib", "share", "adapter", "max_len"),
+    [
+        ("Qwen3-0.6B", GEFORCE, (0.3, 0.6), False, 4096),
+        ("Qwen3-1.7B", GEFORCE, (0.5, 0.4), True, 8192),
+        ("Qwen3-1.7B", 81559, (0.3, 0.6), False, 8192),
+    ],
+)
+def test_of_one_gpu_a_server_and_the_trainer_have_shares_with_which_both_fit(
+    hosts, tmp_path, name, mib, share, adapter, max_len
+):
+    path = small_model(tmp_path, name)
+    hosts["gpu"] = Remote(report(gpus=1, mib=mib), path)
+    done = libra("init", "gpu", "--model", str(path))
+    assert done.exit_code == 0, done.output
+    recipe = written()
+    (node,) = recipe.nodes
+    assert node.gpus == 1
+    assert node.share is not None
+    assert (node.share.rollout, node.share.train) == share
+    assert (recipe.training.lora is not None) == adapter
+    assert recipe.model.max_len == max_len
+    assert "of the GPU's memory" in Path("recipe.yaml").read_text()
+
+
+def test_the_small_model_shares_one_gpu_of_several_hosts(hosts):
+    hosts["a"], hosts["gpu"] = Remote(report()), Remote(report(gpus=1, mib=12288))
+    done = libra("init", "a", "gpu")
+    assert "a is left out (96 CPUs, 1000 GiB of memory): it has no GPU" in done.output
+    (node,) = written().nodes
+    assert (node.host, node.gpus, node.slot_pools) == ("gpu", 1, ("rollout", "train"))
+    assert node.share is not None
+
+
+def test_a_model_that_no_share_of_one_gpu_holds_is_told(hosts, model):
+    hosts["gpu"] = Remote(report(gpus=1, mib=GEFORCE), model)
+    done = libra("init", "gpu", "--model", str(model))
+    assert done.exit_code == 1
+    assert "next: name more hosts, or a smaller model" in done.output
 
 
 def test_of_hosts_without_gpus_the_first_trains(hosts):

@@ -222,7 +222,7 @@ def test_muon_has_one_moment_of_a_matrix_and_two_of_the_rest():
 def test_what_is_asked_of_the_trainer_is_what_its_ranks_are_said_to_hold():
     def total(**training: object) -> float:
         recipe = sample_world.recipe(training=training)
-        conditions = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16")
+        conditions = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16", ranks=1)
         return conditions.use(MODEL, 1).total
 
     plain = total()

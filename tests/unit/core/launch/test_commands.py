@@ -2,7 +2,8 @@
 
 The cases are files: ``commands/NAME.json`` has a recipe, what the hosts say of themselves, and the
 processes of the initial plan. To add a case, write ``why``, ``recipe`` and ``facts``, run the test,
-read what it prints, and only then put it under ``expected``.
+read what it prints, and only then put it under ``expected``. ``shape`` is a published model whose
+sizes are known.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import pytest
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rollout import RESERVED_VLLM_FLAGS
+from libra_cli.core.costs.architecture import published
 from libra_cli.core.launch.dry_run import dry_run, masked
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.placement import initial_plan, slots_of
@@ -39,7 +41,11 @@ def processes(case: dict[str, Any]) -> list[ProcessSpec]:
     specs = [model_process(recipe, facts[recipe.nodes[0].name])]
     for slot, bucket in plan.servers:
         there = facts[slots[slot].node]
-        specs.append(server_process(recipe, slots[slot], bucket, there, model_dir="/models/m"))
+        shape = published(case.get("shape", ""))
+        spec = server_process(
+            recipe, slots[slot], bucket, there, model_dir="/models/m", shape=shape
+        )
+        specs.append(spec)
     train = tuple(slots[slot] for slot in plan.train)
     launch = TrainerLaunch(
         train=train,

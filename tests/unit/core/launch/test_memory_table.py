@@ -35,8 +35,8 @@ def test_trainer_and_servers_are_told_with_the_gpus_that_they_fit(tmp_path: Path
     source, trainer, longest, server, transfers = lines(tmp_path, "/models/Qwen3-1.7B")
     assert "is not on this machine; by what is published of Qwen3-1.7B" in source
     assert "trainer, each of 1 rank, micro-batches of 8,192 tokens" in trainer
-    assert "fits GPUs of 48 GB or more" in trainer
-    assert "by training.cp_size: 1: 48 GB 28," in longest
+    assert "fits GPUs of 40 GB or more" in trainer
+    assert "by training.cp_size: 1: 48 GB 36," in longest
     assert "a context of 4,096 tokens 0.44 GiB" in server
     assert "a version 3.44 GB, to a host 2.8 s at 10 Gb/s" in transfers
     assert "a checkpoint 20.65 GB" in transfers
@@ -71,7 +71,7 @@ def test_of_an_adapter_versions_and_checkpoints_are_small_and_the_model_fits(tmp
     more = "/models/Qwen3-14B}\ntraining: {lora: {}, micro_batch_tokens: 4096}\n#"
     source, trainer, _, _, transfers = lines(tmp_path, more)
     assert "14.8 billion parameters, of an adapter 64.2 million, which are trained" in source
-    assert "fits GPUs of 48 GB or more" in trainer
+    assert "fits GPUs of 40 GB or more" in trainer
     assert "a version 0.13 GB, to a host 0.1 s at 10 Gb/s" in transfers
     assert "gradients of a worker 0.26 GB; a checkpoint 0.77 GB" in transfers
 
@@ -156,7 +156,7 @@ def test_quantized_weights_are_told_as_servers_hold_them(tmp_path: Path):
     whole, fewer = (lines(tmp_path, path)[3] for path in ("/models/Qwen3-14B", quantized))
     assert "weights 27.5 GiB; a context of 4,096 tokens 0.62 GiB" in whole
     assert "weights 15.2 GiB in fp8_per_channel; a context of 4,096 tokens 0.62 GiB" in fewer
-    assert "on GPUs of 24 GB 7.3" in fewer
+    assert "on GPUs of 24 GB 3.5" in fewer
     assert "on GPUs of 40 GB" in whole or "on GPUs of 48 GB" in whole
 
 

@@ -103,7 +103,7 @@ def test_ranks_may_share_passes_and_part_experts_and_replay_routes(cp_size: int 
             "training": {"ep_size": 4, "cp_size": cp_size, "rollout_routes": True},
         }
     )
-    found = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16")
+    found = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16", ranks=8)
     assert found.cp_size == cp_size
     mixture = published("Qwen3-30B-A3B")
     assert found.parted(mixture, 8) == 4
@@ -132,7 +132,7 @@ def test_only_auto_on_gpus_may_keep_more_where_memory_suffices(
     training: dict[str, Any], on_gpu: bool, may: bool
 ):
     recipe = Recipe.model_validate(RECIPE | {"training": {"micro_batch_tokens": 16384} | training})
-    found = RankConditions.of(recipe, on_gpu=on_gpu, dtype="bfloat16")
+    found = RankConditions.of(recipe, on_gpu=on_gpu, dtype="bfloat16", ranks=1)
     assert found.choice == ("full" if on_gpu else "none")
     for size, choice in ((100.0, "selective" if may else found.choice), (80.0, found.choice)):
         # 8B on eight ranks with 16,384 tokens takes 36 GiB, or with matrix products kept 82.
@@ -209,7 +209,7 @@ def test_a_gradient_worker_shares_passes_by_what_it_holds_and_it_holds_no_moment
     files = worker_process(recipe, launch).files
     (config,) = (text for name, text in files.items() if name.endswith(".json"))
     assert json.loads(config)["cp_size"] == sharing
-    trainer = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16")
+    trainer = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16", ranks=16)
     assert trainer.sharing(shape, 8, 8, 79.6) == 8
 
 

@@ -4,6 +4,7 @@ written after what nvidia-smi prints."""
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.memory import CPU_SERVER_GIB
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.preflight.case import PreflightCase
@@ -39,7 +41,7 @@ from libra_cli.core.preflight.host_report import (
     Transfer,
 )
 from libra_cli.core.preflight.model_checks import template
-from libra_cli.core.preflight.needs import RANK_BYTES, SERVER_BYTES, host_needs, parameters_of
+from libra_cli.core.preflight.needs import RANK_BYTES, host_needs, parameters_of
 from libra_cli.core.preflight.network_checks import matching_interfaces
 from libra_cli.core.preflight.versions import TESTED, driver_runs
 
@@ -65,6 +67,12 @@ CONFIG = {
 MODEL = ModelFiles(
     {"config.json": (700, "c"), "model.safetensors": (4 * GB, "w"), "README.md": (1, "r")}, CONFIG
 )
+
+SMALL = ModelFiles(
+    {"config.json": (700, "c"), "model.safetensors": (1_192_099_840, "w")},
+    CONFIG | {"hidden_size": 1024, "intermediate_size": 3072},
+)
+"""Qwen3-0.6B, by its config.json."""
 
 
 def moved(facts: NodeFacts, own: str, peer: str, peer_address: str) -> NodeFacts:
@@ -965,11 +973,83 @@ def test_of_a_host_that_has_told_no_gpus_nothing_is_said():
     assert [one.host for one in found] == ["gpu-02"]
 
 
-@pytest.mark.parametrize(("gib", "severity"), [(6, "warns"), (7, "fine")])
+@pytest.mark.parametrize(("gib", "severity"), [(7, "warns"), (8, "fine")])
 def test_a_server_takes_what_vllm_and_cuda_graphs_leave_of_its_gpu(gib: int, severity: str):
-    """0.9 of 7 GiB are 6.3: 1.85 of graphs, 3.2 of weights, and .44 of a context fit."""
+    """0.85 of 8 GiB are 6.8: 3 of graphs and activations, 3.2 of weights, .44 of a context fit."""
     found = examine(case(with_gpus(FIRST, gib, gib)), quick=True)
     assert {one.severity for one in found if one.check == "gpu memory"} == {severity}
+
+
+ON_24_GB: dict[str, tuple[ModelFiles, dict[str, float], dict[str, Any]]] = {
+    "Qwen3-0.6B": (SMALL, {"rollout": 0.3, "train": 0.6}, {}),
+    "an adapter of Qwen3-1.7B": (MODEL, {"rollout": 0.4, "train": 0.5}, {"lora": {}}),
+}
+
+
+def on_one_gpu(
+    mib: int = 24564,
+    free: int = 24100,
+    model: ModelFiles | None = SMALL,
+    share: dict[str, float] | None = None,
+    training: dict[str, Any] | None = None,
+) -> PreflightCase:
+    """A host with one GPU, of which a server and a rank have shares."""
+    share = share or {"rollout": 0.3, "train": 0.6}
+    gpu = replace(FIRST.gpus[0], mem_total=mib * 2**20, mem_free=free * 2**20)
+    wanted = recipe(
+        nodes=[{"host": "gpu-01", "gpus": 1, "share": share}],
+        training={"micro_batch_tokens": 8192, **(training or {})},
+    )
+    return case(replace(FIRST, gpus=(gpu,)), of=wanted, model=model)
+
+
+@pytest.mark.parametrize("name", ON_24_GB)
+def test_both_halves_of_a_small_model_fit_their_shares_of_24_gb(name: str):
+    model, share, training = ON_24_GB[name]
+    made = on_one_gpu(model=model, share=share, training=training)
+    assert [one for one in wrong(made) if one.check in ("gpus", "gpu memory", "shares")] == []
+    told = [one.what for one in gpu_memory(made)]
+    assert re.fullmatch(rf"a rank takes \d+ of {share['train']} of 24 GiB", told[0])
+    assert told[1] == "gpu-01/0 holds 7 contexts" or told[1] == "gpu-01/0 holds 8 contexts"
+
+
+def test_a_half_that_does_not_fit_its_share_is_told_with_the_share():
+    ranks, server = [
+        one for one in wrong(on_one_gpu(mib=12282, free=12000)) if one.check == "gpu memory"
+    ]
+    assert ranks.what == "a rank of the trainer takes about 14 GiB, its GPU has 0.6 of 12"
+    assert "gpu-01/0 of 0.3 of 12 GiB has no room" in server.what
+    assert "nodes[].share.train" in str(ranks.remedy)
+    assert "nodes[].share.rollout" in str(server.remedy)
+
+
+def test_a_shared_gpu_without_the_shares_free_stops_before_anything_starts():
+    found = only(on_one_gpu(free=20000), "shares")
+    assert found.severity == "stops"
+    assert found.what == (
+        "19.5 GiB of 24.0 GiB of GPU 0 are free, its shares are 21.6 GiB (0.3 to serve, 0.6 to "
+        "train)"
+    )
+    assert "share: {rollout: 0.25, train: 0.5}" in str(found.remedy)
+
+
+@pytest.mark.parametrize(
+    ("whole", "free", "share", "severity", "said"),
+    [
+        (64, 60, {"rollout": 0.3, "train": 0.6}, None, ""),
+        (64, 40, {"rollout": 0.3, "train": 0.6}, "warns", "40.0 GiB of 64.0 GiB of its memory"),
+        (64, 60, {"rollout": 0.05, "train": 0.6}, "stops", "a server with one context takes 5.1"),
+        (64, 60, {"rollout": 0.3, "train": 0.1}, "warns", "a rank takes 9.9 GiB before its"),
+    ],
+)
+def test_shares_of_a_host_without_gpus_must_be_free_and_hold_what_has_them(
+    whole: int, free: int, share: dict[str, float], severity: str | None, said: str
+):
+    facts = replace(FIRST, gpus=(), mem_total=whole * 2**30, mem_free=free * 2**30)
+    wanted = recipe(nodes=[{"host": "gpu-01", "share": share}])
+    found = [one for one in wrong(case(facts, of=wanted, model=SMALL)) if one.check == "shares"]
+    assert [one.severity for one in found] == ([severity] if severity else [])
+    assert said in "".join(one.what for one in found)
 
 
 def test_a_server_of_more_gpus_has_room_for_what_one_has_not():
@@ -1086,8 +1166,8 @@ def test_processes_without_gpus_have_weights_and_states_in_the_memory_of_the_hos
     offloads = {"training": {"optimizer": "adamw_offload"}}
     assert beside_versions("gpu-02", 2, **offloads) == 2 * RANK_BYTES + read + 8 * 2 * GB
     assert beside_versions("gpu-02", 0) == 2 * (RANK_BYTES + 16 * 2 * GB)
-    assert beside_versions("gpu-01", 2, **cache) == 2 * SERVER_BYTES
-    assert beside_versions("gpu-01", 0, **cache) == 2 * (SERVER_BYTES + 8 * GB + 3 * 2**30)
+    assert beside_versions("gpu-01", 2, **cache) == 2 * int(CPU_SERVER_GIB * 2**30)
+    assert beside_versions("gpu-01", 0, **cache) == 2 * int(8 * GB + (CPU_SERVER_GIB + 3) * 2**30)
 
 
 def test_a_rank_without_a_gpu_that_trains_an_adapter_has_the_model_beside_it():

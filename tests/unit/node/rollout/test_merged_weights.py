@@ -186,3 +186,18 @@ def test_after_an_adapter_of_another_base_model_everything_is_brought_again(
     for directory, wrong in ((other, 1), (other, 1), (version, 0)):
         assert len(worker.load_version(str(directory))["wrong"]) == wrong
         assert worker.given.keys() == {"m.q.weight", "m.norm.weight"}
+
+
+def test_after_a_load_a_gpu_s_memory_is_given_back(
+    tmp_path: Path, worker_of: Callable[[Path], Worker], monkeypatch: pytest.MonkeyPatch
+):
+    done: list[str] = []
+    monkeypatch.setattr("libra_cli.node.rollout.worker.held_parts", lambda *_: done.append("held"))
+    monkeypatch.setattr("libra_cli.node.rollout.worker.locks_for", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("given back"))
+    worker, version = worker_of(tmp_path), whole_version(tmp_path / "version")
+    worker.load_version(version)
+    assert done == ["held"], "a CPU has no cache of torch's"
+    worker.device = torch.device("cuda")
+    worker.load_version(version)
+    assert done[1:] == ["held", "given back"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from libra_cli.node.control import Answer
 from libra_cli.node.heartbeat import Heartbeat
 from libra_cli.node.trainer.commands import CommandQueue, TrainCommand
 from libra_cli.node.trainer.config import TrainerConfig
-from libra_cli.node.trainer.main import TrainerRank
+from libra_cli.node.trainer.main import TrainerRank, _work
 from libra_cli.node.trainer.trainer import Trainer
 from libra_cli.node.weights import publisher as module
 from libra_cli.node.weights.tensor_rows import TensorRows, whole
@@ -86,6 +87,21 @@ def config(base: Path) -> TrainerConfig:
         training=TrainingSpec.model_validate({}),
         max_len=16,
     )
+
+
+@pytest.mark.parametrize("share", [None, 0.6])
+def test_a_rank_is_held_to_its_share_before_it_takes_any_memory(tmp_path, monkeypatch, share):
+    done: list[object] = []
+
+    def loads(config: TrainerConfig) -> Trainer:
+        done.append("loads the model")
+        raise InterruptedError
+
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", done.append)
+    monkeypatch.setattr("libra_cli.node.trainer.trainer.Trainer", loads)
+    with pytest.raises(InterruptedError):
+        _work(replace(config(tmp_path), memory_share=share), None, Heartbeat())
+    assert done == [*([share] if share else []), "loads the model"]
 
 
 def train(queue: CommandQueue, step: int) -> None:
