@@ -22,6 +22,8 @@ ON ?= $(if $(wildcard $(VENV)/.stamp-cpu),cpu,$(if $(shell nvidia-smi -L 2>/dev/
 # Tests that run side by side.
 JOBS ?= 2
 
+# Of make gpu-check: --again begins anew, and does not go on where the last call ended.
+AGAIN ?=
 # Of make chaos.
 MINUTES ?= 10
 SEED ?= 0
@@ -45,8 +47,8 @@ help: ## list the targets
 quickstart: $(VENV)/.stamp-$(ON) ## install, then train a small agent for real on this machine's GPU or CPU
 	$(BIN)/libra run recipes/quickstart$(if $(filter gpu,$(ON)),-gpu).yaml
 
-gpu-check: $(VENV)/.stamp-gpu ## on a machine with a GPU: check what only one can show
-	$(BIN)/python -m tests.gpu.check
+gpu-check: $(VENV)/.stamp-gpu ## on a machine with a GPU: check what only one can show (20 minutes)
+	$(BIN)/python -m tests.gpu.check $(AGAIN)
 
 test: $(VENV)/.stamp-test check ## install what is missing and run everything (28 minutes on 2 cores)
 	$(MAKE) light

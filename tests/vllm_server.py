@@ -43,8 +43,10 @@ class Bench:
         self.host, self.server, self.token, self.endpoint = host, server, token, endpoint
         self._loop = loop
 
-    def play(self, scene: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        return self._loop.run(asyncio.wait_for(scene(), 120))
+    def play(
+        self, scene: Callable[[], Coroutine[Any, Any, Any]], *, timeout_s: float = 120.0
+    ) -> Any:
+        return self._loop.run(asyncio.wait_for(scene(), timeout_s))
 
 
 @contextmanager
@@ -58,6 +60,7 @@ def bench_of(
     rollout: Mapping[str, Any] | None = None,
     training: Mapping[str, Any] | None = None,
     worker: str | None = None,
+    start_s: float = START_S,
 ) -> Iterator[Bench]:
     """A server of a model, with that many tensor-parallel ranks, on as many GPUs or on none.
 
@@ -67,7 +70,16 @@ def bench_of(
     token = secrets.token_urlsafe(16)
     with asyncio.Runner() as loop:
         opened = _opened(
-            model_dir, base, token, dtype, ranks, gpus, rollout or {}, training or {}, worker
+            model_dir,
+            base,
+            token,
+            dtype,
+            ranks,
+            gpus,
+            rollout or {},
+            training or {},
+            worker,
+            start_s,
         )
         host, server, endpoint = loop.run(opened.__aenter__())
         try:
@@ -88,6 +100,7 @@ async def _opened(
     rollout: Mapping[str, Any],
     training: Mapping[str, Any],
     worker: str | None,
+    start_s: float,
 ) -> AsyncIterator[tuple[Host, ServerClient, Endpoint]]:
     recipe = Recipe.model_validate(
         {
@@ -136,7 +149,7 @@ async def _opened(
         await host.start(spec.process, argv, env=env, files=dict(spec.files))
         endpoint = await host.dial(facts.socket_of(spec.process))
         server = ServerClient("local/0", 0, endpoint, token)
-        await server.wait_ready(timeout_s=START_S)
+        await server.wait_ready(timeout_s=start_s)
         yield host, server, endpoint
         await server.close()
     finally:

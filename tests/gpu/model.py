@@ -29,10 +29,16 @@ class Size:
     head: int = HEAD
     steps: int = 20
     """In which the model learns to count."""
+    seats: int = 64
+    """Turns at once of a server."""
+    turns: int = 512
+    """Turns of the check of a server's speed."""
+    loads: int = 30
+    """Loads while turns run."""
 
 
 ON_GPU = Size(REAL, 8192)
-REHEARSED = Size(SMALL, 480, head=32)
+REHEARSED = Size(SMALL, 480, head=32, turns=128, loads=10)
 
 
 def build(size: Size, directory: Path, device: str) -> None:

@@ -70,7 +70,6 @@ def workload_of(
         holders=rule_of(recipe.training).holders(recipe.group_size),
         extras=extras or extras_of(recipe),
         limits=limits_of(recipe),
-        keeps_kv=not recipe.weight_sync.clear_cache,
     )
 
 

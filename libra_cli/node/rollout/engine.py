@@ -137,7 +137,7 @@ class VllmEngine:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
-            # KV is reused only under the same salt: that of older versions where it is asked for.
+            # KV of one version is never reused under another.
             cache_salt=order["cache_salt"],
             data_parallel_rank=None,
             priority=order["priority"],
@@ -204,11 +204,8 @@ class VllmEngine:
         return ended
 
     def _count_all(self, stats: SchedulerStats) -> None:
-        cache = stats.prefix_cache_stats
-        self._counters["prefix_queries"] += cache.queries
-        self._counters["prefix_hits"] += cache.hits
-        again = cache.preempted_queries - cache.preempted_hits
-        self._counters["prefill_tokens"] += cache.queries - cache.hits + again
+        self._counters["prefix_queries"] += stats.prefix_cache_stats.queries
+        self._counters["prefix_hits"] += stats.prefix_cache_stats.hits
         drafts = stats.spec_decoding_stats
         if drafts is not None:
             self._counters["draft_tokens"] += drafts.num_draft_tokens
@@ -267,14 +264,11 @@ class VllmEngine:
         """Have workers bring a version into memory beside the turns; tells whether they have."""
         return all(self._core.collective_rpc("prepare_version", kwargs={"directory": directory}))
 
-    def load(
-        self, directory: str, label: str, *, partly: bool, clear_cache: bool
-    ) -> tuple[Answer, list[Any]]:
+    def load(self, directory: str, label: str, *, partly: bool) -> tuple[Answer, list[Any]]:
         """Load a version in place and say what of it is not held as it was published.
 
         An adapter is merged into the base model's tensors (``merged_weights``).
-        Turns in flight are kept; their contexts are computed anew by the new version, or without
-        ``clear_cache`` stay as older ones have computed them, as does the cache. Also returned
+        Turns in flight are kept; their contexts are computed anew by the new version. Also returned
         are the turns that ended while the steps begun before it were awaited. If the load fails or
         anything differs, nothing is generated any more: the engine may hold parts of two versions.
         With ``partly`` it goes on if tensors cannot be found in it, as long as none found differs.
@@ -284,10 +278,8 @@ class VllmEngine:
         ended = []
         while self._core.batch_queue:
             ended += self.step()
-        if clear_cache:
-            self._pushed_back |= {request.request_id for request in self._scheduler.running}
-        # The cache of encoded images stays as well: versions all have the same vision tower.
-        self._core.pause_scheduler("keep", clear_cache=clear_cache)
+        self._pushed_back |= {request.request_id for request in self._scheduler.running}
+        self._core.pause_scheduler("keep", clear_cache=True)
         paused = time.monotonic()
         arguments = {"directory": directory}
         workers = self._core.collective_rpc("load_version", kwargs=arguments)
@@ -312,8 +304,7 @@ class VllmEngine:
 
         ``running`` and ``waiting`` are turns, ``kv_use`` is a share of the KV cache; ``steps``,
         ``generated_tokens``, ``preemptions``, ``prefix_queries`` and ``prefix_hits`` (tokens) are
-        counts, and so is ``prefill_tokens``, of contexts that were computed, once or again;
-        ``queue_time_s_sum`` and ``queue_time_s_count`` are seconds that turns waited. With
+        counts; ``queue_time_s_sum`` and ``queue_time_s_count`` are seconds that turns waited. With
         speculative decoding also: ``draft_steps``, ``draft_tokens`` and ``accepted_tokens``; with a
         head, and once a version was loaded, ``draft_lag``: the steps of training that it is behind.
         """
