@@ -18,6 +18,7 @@ class FakeEngine:
     """Turns of ``max_tokens`` tokens, one a step; those of 0 never end."""
 
     kv_tokens = 1000
+    about = "one token a step"
 
     def __init__(self) -> None:
         self.turns: dict[str, tuple[int, TurnTokens]] = {}

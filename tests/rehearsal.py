@@ -4,7 +4,7 @@
 
 vLLM keeps two steps in flight on GPUs and never on CPUs. Here its workers are stubs, so that it can
 be had of a CPU (``tests.stub_worker``). A line of JSON tells of each case: either runner, with
-one rank and with two.
+one rank and with two, and ``rollout.engine: safe``.
 """
 
 from __future__ import annotations
@@ -16,22 +16,36 @@ import sys
 import time
 from array import array
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.launch.placement import initial_plan, slots_of
+from libra_cli.core.launch.process import HostFacts, ProcessSpec
+from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.node.rollout.turn import Answer
 
 TURNS, ALIVE = 200, 40
 ABORT, LOAD = 0.08, 0.06
 """Chances of them before a step."""
 DEADLINE_S = 90.0
-CASES = [(second, ranks) for second in (False, True) for ranks in (1, 2)]
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
+STUBS = (
+    *("--worker-cls", "tests.stub_worker.StubWorker", "--skip-tokenizer-init"),
+    *("--max-num-batched-tokens", "256", "--block-size", "16"),
+)
+
+
+class Case(NamedTuple):
+    """``rollout.engine``, whether vLLM's second runner is played, and tensor-parallel ranks."""
+
+    engine: str
+    second: bool
+    ranks: int
+
+
+CASES = [Case("fast", second, ranks) for second in (False, True) for ranks in (1, 2)]
+CASES.append(Case("safe", False, 1))
 
 
 class Rehearsal:
@@ -142,60 +156,72 @@ class Rehearsal:
         self.counts["changed"] += len(answer["spans"]) > 1
 
 
-def engine_of(model_dir: str, ranks: int, *, second: bool) -> Any:
-    """An engine with stubs in place of workers, that schedules a step before the last has ended."""
+def server_of(model_dir: str, ranks: int, engine: str) -> ProcessSpec:
+    """How libra starts such a server on a host without GPUs; vLLM's workers are stubs."""
+    recipe = Recipe.model_validate(
+        {
+            "nodes": [{"host": "local", "slots": 2, "pool": ["rollout", "train"]}],
+            "model": {"path": model_dir, "max_len": 512},
+            "environment": {"name": "pointer-chase"},
+            "rollout": {"engine": engine, "max_turn_tokens": 256, "vllm_args": STUBS},
+        }
+    )
+    facts = HostFacts(
+        node="local",
+        python=sys.executable,
+        workdir=model_dir,
+        run_dir=f"{model_dir}/run",
+        weights_dir=model_dir,
+        address="127.0.0.1",
+    )
+    bucket = replace(initial_plan(recipe).servers[0][1], tensor_parallel=ranks)
+    return server_process(recipe, slots_of(recipe)[0], bucket, facts, model_dir=model_dir)
+
+
+def engine_of(case: Case, model_dir: str) -> Any:
+    """The engine of such a server, which for ``fast`` schedules ahead as it would on a GPU."""
     from vllm.engine.arg_utils import EngineArgs
 
     from libra_cli.node.rollout.engine import VllmEngine
 
+    server = server_of(model_dir, case.ranks, case.engine)
+    os.environ |= {name: value for name, value in server.env.items() if name[:5] == "VLLM_"}
     create = EngineArgs.create_engine_config
 
-    def asynchronous(told: EngineArgs, *arguments: Any, **named: Any) -> Any:
+    def as_on_gpus(told: EngineArgs, *arguments: Any, **named: Any) -> Any:
         config = create(told, *arguments, **named)
-        config.scheduler_config.async_scheduling = True  # as it is but on CPUs
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(second))  # refused there, without Triton
+        config.scheduler_config.async_scheduling = True
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(case.second))  # needs Triton until here
         return config
 
-    EngineArgs.create_engine_config = asynchronous
-    return VllmEngine(
-        [
-            *("--model", model_dir, "--max-model-len", "512", "--max-num-seqs", "32"),
-            *("--max-num-batched-tokens", "256", "--block-size", "16", "--enforce-eager"),
-            *("--scheduling-policy", "priority", "--tensor-parallel-size", str(ranks)),
-            *("--worker-cls", "tests.stub_worker.StubWorker", "--skip-tokenizer-init"),
-        ]
-    )
+    if case.engine == "fast":
+        EngineArgs.create_engine_config = as_on_gpus
+    return VllmEngine(server.argv[server.argv.index("--socket") + 2 :])
 
 
-def rehearse(model_dir: str, ranks: int, *, second: bool) -> dict[str, Any]:
+def rehearse(case: Case, model_dir: str) -> dict[str, Any]:
     """Play one case, and say what the engine was."""
-    engine = engine_of(model_dir, ranks, second=second)
+    engine = engine_of(case, model_dir)
     try:
-        scheduler = type(engine._scheduler).__name__
-        return {
-            "second": bool(engine._core.vllm_config.use_v2_model_runner),
-            "ranks": ranks,
-            "scheduler": scheduler,
-            "kv_tokens": engine.kv_tokens,
-            **Rehearsal(engine).play(),
-        }
+        played = Rehearsal(engine).play()
+        return {"case": case, "engine": engine.about, "kv_tokens": engine.kv_tokens, **played}
     finally:
         engine.close()
 
 
 def main() -> int:
     """Fork a process for each case, since vLLM reads its environment once."""
-    os.environ |= ENVIRONMENT
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    model_dir = sys.argv[1]
     for module in ("libra_cli.node.rollout.engine", "tests.stub_worker"):
         import_module(module)  # for all cases
     vllm = import_module("vllm.engine.arg_utils")
-    vllm.EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_model_config()
-
+    vllm.EngineArgs(model=model_dir, skip_tokenizer_init=True).create_model_config()
     children = []
-    for second, ranks in CASES:
+    for case in CASES:
         child = os.fork()
         if child == 0:
-            told = json.dumps(rehearse(sys.argv[1], ranks, second=second))
+            told = json.dumps(rehearse(case, model_dir))
             os.write(sys.stdout.fileno(), f"{told}\n".encode())
             os._exit(0)
         children.append(child)

@@ -243,6 +243,7 @@ def _serving(world: _World, slot: str, version: int, **changes: object) -> r.Slo
         "busy_s": serving_s * 0.86,
         "serving_s": serving_s,
     }
+    values["engine"] = "runner V2, async scheduling, CUDA graphs full_and_piecewise"
     return slot_record(slot, "rollout", "serving", world.now, **(values | changes))
 
 

@@ -27,6 +27,8 @@ from vllm.v1.outputs import (
 )
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
+from libra_cli.node.rollout.worker import VersionLoader
+
 KV_BLOCKS, BLOCK = 160, 16
 LATE_S = 0.001
 
@@ -63,8 +65,11 @@ class Late(AsyncModelRunnerOutput):  # type: ignore[misc]
         self._worker.in_flight -= 1
         return self._output
 
+    def get_kv_connector_output(self) -> None:
+        """Which vLLM 0.33 asks for besides."""
 
-class StubWorker(WorkerBase):  # type: ignore[misc]
+
+class StubWorker(WorkerBase, VersionLoader):  # type: ignore[misc]
     """The worker; ``faults`` are sentences on what it should not have been asked for."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -153,10 +158,12 @@ class StubWorker(WorkerBase):  # type: ignore[misc]
         )
         return None
 
-    def sample_tokens(self, grammar: Any) -> Late:
-        """Return what the step before draws, later."""
+    def sample_tokens(self, grammar: Any) -> Late | ModelRunnerOutput:
+        """Return what the step before draws, later if the next is scheduled before it ends."""
         asked, self.asked = self.asked, None
         assert asked is not None
+        if not self.vllm_config.scheduler_config.async_scheduling:
+            return asked
         self.in_flight += self.rank == 0  # nobody asks the others for theirs
         return Late(self, asked)
 

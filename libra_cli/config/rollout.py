@@ -44,6 +44,8 @@ RESERVED_VLLM_FLAGS = frozenset(
     }
 )
 """Flags that libra sets itself, or of vLLM's own HTTP server, which is not started."""
+SAFE_VLLM_FLAGS = frozenset({"--async-scheduling", "--compilation-config", "--no-async-scheduling"})
+"""Flags that libra sets itself for rollout.engine: safe, and what is against them."""
 _BOTH = "one does nothing without the other, as {penalty: 1.0, buffer: 256}"
 
 
@@ -157,6 +159,13 @@ class RolloutSpec(Section):
     version is loaded beside it. Of nodes with ``share`` that holds instead."""
     kv_gib: Positive = 1
     """KV cache in GiB of a server on a host without GPUs, unless its node has a ``share``."""
+    engine: Annotated[
+        Literal["fast", "safe"],
+        only_with("backend", "vllm", why="it says how vLLM's engine runs"),
+    ] = "fast"
+    """How vLLM's engine runs. ``fast``: as vLLM does by default, on GPUs with its second model
+    runner, CUDA graphs, and a step scheduled before the last has ended. ``safe``: the first runner
+    without either, slower; to tell whether one of them is at fault."""
     quantization: Annotated[
         Quantization | None,
         only_with("backend", "vllm", why="its servers quantize what they load, and can prove it"),
@@ -182,9 +191,16 @@ class RolloutSpec(Section):
             )
         for index, argument in enumerate(self.vllm_args):
             flag = argument.split("=", 1)[0].replace("_", "-")
-            if flag in RESERVED_VLLM_FLAGS or (flag == "--quantization" and self.quantization):
+            if flag in self._reserved_flags:
                 yield Problem((f"vllm_args[{index}]",), f"{flag} is set by libra from other fields")
         yield from _bucket_problems(self.buckets or ())
+
+    @property
+    def _reserved_flags(self) -> frozenset[str]:
+        quantized = {"--quantization"} if self.quantization else set()
+        return (
+            RESERVED_VLLM_FLAGS | quantized | (SAFE_VLLM_FLAGS if self.engine == "safe" else set())
+        )
 
     def most_filtered(self, groups_per_step: int) -> int:
         """Return how many groups dynamic sampling may filter from one step to the next."""

@@ -36,6 +36,12 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     on_cpus = any(not node.gpus for node in recipe.nodes)
     routes = recipe.training.rollout_routes
     yield from _quantization_problems(recipe.rollout, recipe.model.dtype, on_cpus, routes)
+    if routes and recipe.rollout.engine == "safe":
+        yield Problem(
+            ("rollout.engine", "training.rollout_routes"),
+            "is safe, which is vLLM's first model runner, and only the second tells the experts of "
+            "tokens: leave out one of them",
+        )
     if recipe.model.images:
         others = {"agent": recipe.agent, "demonstrations": recipe.demonstrations or None}
         yield from _image_problems(recipe.training, recipe.rollout, recipe.nodes, others)

@@ -85,6 +85,8 @@ class ServerStarted:
 
     slot: SlotId
     incarnation: int
+    engine: str = ""
+    """What of its backend's engine runs, in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,8 @@ class SlotRecord:
     serving_s: float
     restarts: int
     detail: str
+    engine: str = ""
+    """Which model runner a server has, and whether it schedules ahead and has CUDA graphs."""
 
     @property
     def gpus(self) -> tuple[int, ...]:

@@ -230,6 +230,12 @@ async def _until(reading: Callable[[], Awaitable[int]], holds: Callable[[int], b
         await asyncio.sleep(0)
 
 
+def test_it_says_what_of_vllm_runs(bench):
+    facts = bench.play(bench.server.facts)
+    assert facts.engine == "runner V1, no async scheduling, no CUDA graphs"
+    assert facts.kv_tokens > 512
+
+
 def test_turns_of_a_connection_that_closes_are_ended(bench):
     async def running() -> int:
         reading: ServerSampled = await bench.server.sample()

@@ -22,6 +22,7 @@ class AtOnceEngine:
     """Answers every turn in the next step."""
 
     kv_tokens = 1 << 40
+    about = "nothing is computed"
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """Take vLLM's arguments, and need none of them."""

@@ -120,6 +120,8 @@ class Replica:
     request_s: Seconds = 0.0
     serving_s: Seconds = 0.0
     detail: str = ""
+    engine: str = ""
+    """What of its engine a server says that runs."""
     story: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -238,4 +240,5 @@ def slot_record(replica: Replica, *, now: Seconds, waiting: int) -> SlotRecord:
         serving_s=replica.serving_s + serving,
         restarts=replica.restarts,
         detail=replica.detail,
+        engine=replica.engine,
     )

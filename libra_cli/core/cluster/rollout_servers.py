@@ -118,7 +118,7 @@ class RolloutServers(ReplicaSet):
             case ServerChecked():
                 return self.checked(event)
             case ServerStarted():
-                return self.started(event, now=now)
+                return self.started_with(event, now=now)
             case ServerFailed():
                 return self.failed(event, now=now)
             case ServerStopped():
@@ -285,6 +285,13 @@ class RolloutServers(ReplicaSet):
             return []
         replica.suspect = False
         return [ServerAnswered(event.slot), *self._sync(replica), ReplicaChanged(replica)]
+
+    def started_with(self, event: ServerStarted, *, now: Seconds) -> list[Result]:
+        """Keep what a server says that it runs, and go on as with any process."""
+        replica = self.current(event.slot, event.incarnation)
+        if replica is not None:
+            replica.engine = event.engine
+        return self.started(event, now=now)
 
     # -- readings -------------------------------------------------------------------------------
 

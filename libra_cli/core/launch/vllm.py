@@ -16,6 +16,8 @@ Why the flags are what they are:
 - ``--no-async-scheduling`` where a head drafts: whether it does is decided between two steps, and
   vLLM would schedule a step's drafts before the step before it ends.
 - ``--kv-cache-memory-bytes`` where memory is shared with a rank (``core.launch.shares``).
+- ``rollout.engine: safe`` turns off what vLLM does on GPUs alone: two steps in flight, CUDA graphs
+  and, by its environment, the second model runner.
 - ``--scheduling-policy priority`` orders vLLM's own waiting queue; admission is the request
   scheduler's (``libra_cli.core.scheduling.request_scheduler``).
 """
@@ -50,6 +52,11 @@ _SEEING: Flags = {
     "--limit-mm-per-prompt": json.dumps({"video": 0}),
 }
 """Flags of servers whose prompts have images."""
+_SAFE: Flags = {
+    "--no-async-scheduling": None,
+    "--compilation-config": json.dumps({"cudagraph_mode": "NONE"}),
+}
+"""Flags of rollout.engine: safe."""
 
 
 class Vllm:
@@ -89,6 +96,7 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         "--seed": launch.seed,
         "--worker-extension-cls": "libra_cli.node.rollout.worker.VersionLoader",
         **(_SEEING if recipe.model.images else {"--language-model-only": None}),
+        **(_SAFE if recipe.rollout.engine == "safe" else {}),
     }
     if recipe.rollout.quantization is not None:
         flags["--quantization"] = recipe.rollout.quantization
@@ -125,6 +133,8 @@ def _env(recipe: Recipe, launch: ServerLaunch) -> dict[str, str]:
         **interface_env("lo"),
         **_sockets_env(facts),
     }
+    if recipe.rollout.engine == "safe":
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if slot.gpus:
         env |= _caches_env(facts)
     else:

@@ -74,6 +74,8 @@ class VllmEngine:
         cache = config.cache_config
         self.kv_tokens: int = (cache.num_gpu_blocks or 0) * cache.block_size
         """Capacity of the KV cache, in tokens."""
+        self.about: str = self._core.collective_rpc("tell_engine")[0]
+        """What of vLLM's engine runs, in words."""
         self._images = PromptImages(config.model_config.model)
         self._turns: dict[str, TurnTokens] = {}
         self._label = UNKNOWN_VERSION

@@ -5,7 +5,8 @@
 See ``node.control`` for the form of the stream; the run's token is read from LIBRA_TOKEN_FILE.
 
     operation   order                                   answer
-    facts       {}                                      version (of vLLM), kv_tokens
+    facts       {}                                      version (of vLLM), kv_tokens,
+                                                        engine: what of it runs, in words
     check       {}                                      {}: it is between two steps
     counters    {}                                      see ``VllmEngine.counters``
     generate    prompt_ids, max_tokens, temperature,    token_ids, logprobs, spans [label, start,
@@ -118,7 +119,11 @@ class Server(ControlServer):
             case "counters":
                 return self._engine.counters()
             case "facts":
-                return {"version": _release(), "kv_tokens": self._engine.kv_tokens}
+                return {
+                    "version": _release(),
+                    "kv_tokens": self._engine.kv_tokens,
+                    "engine": self._engine.about,
+                }
             case "check":
                 return {}
             case _:

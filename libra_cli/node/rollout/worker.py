@@ -58,6 +58,15 @@ class VersionLoader:
         cpu_sampler.mend()
         cpu_rotary.mend()
 
+    def tell_engine(self) -> str:
+        """Return in words what of vLLM's engine runs here, after it has chosen."""
+        config = self.vllm_config
+        runner = "V2" if config.use_v2_model_runner else "V1"
+        ahead = "" if config.scheduler_config.async_scheduling else "no "
+        graphs = config.compilation_config.cudagraph_mode.name.lower()
+        shown = "no CUDA graphs" if graphs == "none" else f"CUDA graphs {graphs}"
+        return f"runner {runner}, {ahead}async scheduling, {shown}"
+
     def tell_head(self) -> dict[str, Any]:
         """Return what should be held of the model that drafts and what is (``DraftHead.told``)."""
         policy, head = self.model_runner.get_model(), self.model_runner.get_draft_model()

@@ -34,6 +34,7 @@ class ServerPart:
     sync_kind: str | None
     sync_sent_bytes: int | None
     restarts: int
+    engine: str
 
 
 def existing(

@@ -170,6 +170,8 @@ def _facts(summary: RunSummary, *, now: float) -> Table:
             fact(facts, name, text)
     _fact_trajectories(facts, summary)
     _fact_scheduler(facts, summary)
+    for engine in sorted({server.engine for server in summary.servers if server.engine}):
+        fact(facts, "engine", engine)
     if named := mean_by_name(server.metrics for server in summary.servers):
         fact(facts, "servers", told(named))
     if summary.checkpoint:

@@ -45,10 +45,13 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a running server says of itself. ``kv_tokens``: capacity of its KV cache."""
+    """What a running server says of itself."""
 
     version: str
     kv_tokens: int
+    """Capacity of its KV cache."""
+    engine: str
+    """What of its engine runs, in words for ``libra status``."""
 
 
 class ServerConnection(Protocol):
@@ -97,7 +100,7 @@ class ServerConnection(Protocol):
         ...
 
     async def facts(self) -> ServerFacts:
-        """Ask for the server's release and the size of its KV cache."""
+        """Ask for the server's release, the size of its KV cache, and what of it runs."""
         ...
 
     async def sample(self) -> ServerSampled:

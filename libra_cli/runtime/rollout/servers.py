@@ -130,8 +130,9 @@ class Servers:
         slot, incarnation = action.slot, action.incarnation
         server = await self.processes.start(slot, incarnation, [await self._process(action)])
         await server.wait_ready(timeout_s=STARTUP_TIMEOUT_S)
+        facts = await server.facts()
         self._probes.add(slot, server)
-        return ServerStarted(slot, incarnation)
+        return ServerStarted(slot, incarnation, facts.engine)
 
     async def _process(self, action: StartServer) -> ProcessSpec:
         slot, cluster = slot_named(action.slot, self._slots), self._cluster

@@ -196,13 +196,14 @@ class ServerClient(ControlClient):
 
     @reads_answers(ServerError)
     async def facts(self) -> ServerFacts:
-        """Ask for the server's release and the size of its KV cache in tokens.
+        """Ask for the server's release, the size of its KV cache in tokens, and what of it runs.
 
         Raises:
             ServerError: it does not say.
         """
         answer = await self._call("facts", {})
-        return ServerFacts(str(answer["version"]), int(answer["kv_tokens"]))
+        words = str(answer["version"]), int(answer["kv_tokens"]), str(answer["engine"])
+        return ServerFacts(*words)
 
     @reads_answers(ServerError)
     async def sample(self) -> ServerSampled:

@@ -135,6 +135,13 @@ def test_long_host_names_and_big_numbers_keep_the_table_whole(tmp_path: Path) ->
     assert text.count("gpu-0") == 48
 
 
+def test_status_shows_once_what_all_servers_run(tmp_path: Path) -> None:
+    value = live(tmp_path, 150.0)
+    text = drawn(status_view(value, now=sample_run.START + 150.0))
+    assert text.count("runner V2, async scheduling, CUDA graphs full_and_piecewise") == 1
+    assert {server.engine for server in value.servers} == {value.servers[0].engine}
+
+
 def test_status_shows_the_queue_and_the_moves(tmp_path: Path) -> None:
     value = live(tmp_path, 150.0)
     text = drawn(status_view(value, now=sample_run.START + 150.0))

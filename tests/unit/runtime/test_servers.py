@@ -30,7 +30,7 @@ from libra_cli.core.progress import watch
 from libra_cli.core.types import Bucket, Pool, Slot, TrajectoryId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.rollout import server_probes, servers
-from libra_cli.runtime.rollout.connection import Sampling
+from libra_cli.runtime.rollout.connection import Sampling, ServerFacts
 from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.weights.versions import ExpectedProbe, VersionLocation, Weights
 
@@ -60,6 +60,9 @@ class FakeServer:
 
     async def check(self) -> None:
         await self._answer()
+
+    async def facts(self) -> ServerFacts:
+        return ServerFacts("0", 1000, "runs as it likes")
 
     async def generate(
         self, action: Generate, sampling: Sampling, images: object = ()
@@ -178,7 +181,7 @@ class Scene:
             rollout=SimpleNamespace(backend="vllm"),
             model=SimpleNamespace(dtype="float32"),
             training=SimpleNamespace(lora=None),
-            node=lambda name: SimpleNamespace(gpus=self.gpus),
+            node=lambda name: SimpleNamespace(gpus=self.gpus, share=None),
         )
         self.slots = {f"n/{i}": Slot(f"n/{i}", "n", (), Pool.ROLLOUT) for i in range(slots)}
         known: Any = self.cluster

@@ -169,6 +169,20 @@ def test_a_head_is_named_to_servers_and_schedules_no_step_before_the_last_ends()
         assert servers
 
 
+@pytest.mark.parametrize("engine", ["fast", "safe"])
+def test_a_safe_engine_has_nothing_that_vllm_does_on_gpus_alone(engine: str) -> None:
+    case = json.loads((CASES[0].parent / "two-gpus-of-one-host.json").read_text(encoding="utf-8"))
+    case["recipe"].setdefault("rollout", {})["engine"] = engine
+    servers = [spec for spec in processes(case) if spec.process.startswith("server")]
+    assert servers
+    for spec in servers:
+        safe = engine == "safe"
+        assert ("--no-async-scheduling" in spec.argv) == safe
+        assert (spec.env.get("VLLM_USE_V2_MODEL_RUNNER") == "0") == safe
+        told = " ".join(spec.argv)
+        assert ('--compilation-config {"cudagraph_mode": "NONE"}' in told) == safe
+
+
 def test_the_trainer_gets_the_whole_training_section() -> None:
     case = json.loads(CASES[0].read_text(encoding="utf-8"))
     recipe = Recipe.model_validate(case["recipe"])
