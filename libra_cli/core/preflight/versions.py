@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 TESTED: Mapping[str, str] = {
-    "vllm": ">=0.32,<0.33",
+    "vllm": ">=0.32,<0.34",
     "transformers": ">=5.17,<6",
     "accelerate": ">=1.15,<2",
 }

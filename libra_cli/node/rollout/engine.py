@@ -42,7 +42,7 @@ from libra_cli.node.rollout.draft_head import HEADS
 from libra_cli.node.rollout.draft_switch import DraftSwitch
 from libra_cli.node.rollout.prompt_images import PromptImages
 from libra_cli.node.rollout.proof import prove_loaded
-from libra_cli.node.rollout.turn import Answer, TurnRefused, TurnTokens
+from libra_cli.node.rollout.turn import Answer, TurnRefused, TurnTokens, reason_of
 
 UNKNOWN_VERSION = "default"
 """The label of tokens that were generated before any version was loaded."""
@@ -199,7 +199,7 @@ class VllmEngine:
             if output.finish_reason is not None:
                 del self._turns[output.request_id]
                 self._add_routes(output.request_id, turn)
-                ended.append((output.request_id, turn.answer(str(output.finish_reason))))
+                ended.append((output.request_id, turn.answer(reason_of(output))))
         self._counters["steps"] += 1
         if outputs.scheduler_stats is not None:
             self._count_all(outputs.scheduler_stats)

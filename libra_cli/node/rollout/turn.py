@@ -18,6 +18,13 @@ class TurnRefused(ValueError):
     """The turn itself is wrong: it would be refused again."""
 
 
+def reason_of(output: Any) -> str:
+    """Return why the turn of an output of vLLM's has ended. Since 0.33 one that vLLM rejects, and
+    ends as a failure, says what was wrong with it."""
+    error = getattr(output, "error", None)
+    return str(output.finish_reason) if error is None else f"{error.code}: {error.message}"
+
+
 @dataclass(slots=True)
 class TurnTokens:
     """The tokens of a turn that is being generated, with log-probability, version and experts."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
 
 from libra_cli.node.connections import LONGEST_TOKEN
+from libra_cli.node.rollout.turn import reason_of
 from tests.control import DEADLINE_S, ControlConnection
 from tests.fake_engine import TOKEN, FakeEngine, serve
 
@@ -147,3 +149,11 @@ def test_a_load_that_failed_counts_too(served):
     failed, prepared = client.answers(2)
     assert failed[1] in ("refused", "failed")
     assert prepared[2]["loads"] == 1
+
+
+def test_a_turn_that_vllm_rejects_says_why_where_vllm_does():
+    error = SimpleNamespace(code="validation_error", message="no such token", retryable=False)
+    new = SimpleNamespace(finish_reason="error", error=error)
+    assert reason_of(new) == "validation_error: no such token"
+    assert reason_of(SimpleNamespace(finish_reason="error")) == "error"  # vLLM 0.32
+    assert reason_of(SimpleNamespace(finish_reason="stop", error=None)) == "stop"
