@@ -61,19 +61,19 @@ def bench_of(
     training: Mapping[str, Any] | None = None,
     worker: str | None = None,
     start_s: float = START_S,
+    model: Mapping[str, Any] | None = None,
 ) -> Iterator[Bench]:
     """A server of a model, with that many tensor-parallel ranks, on as many GPUs or on none.
 
-    ``rollout`` and ``training`` are more keys of the recipe's sections; ``worker`` is a class of
-    these tests in place of libra's worker.
+    ``rollout``, ``training`` and ``model`` are more keys of the recipe's sections; ``worker`` is a
+    class of these tests in place of libra's worker.
     """
     token = secrets.token_urlsafe(16)
     with asyncio.Runner() as loop:
         opened = _opened(
-            model_dir,
+            {"path": str(model_dir), "max_len": 512, "dtype": dtype, **(model or {})},
             base,
             token,
-            dtype,
             ranks,
             gpus,
             rollout or {},
@@ -91,10 +91,9 @@ def bench_of(
 
 @asynccontextmanager
 async def _opened(
-    model_dir: Path,
+    model: Mapping[str, Any],
     base: Path,
     token: str,
-    dtype: str,
     ranks: int,
     gpus: int,
     rollout: Mapping[str, Any],
@@ -107,7 +106,7 @@ async def _opened(
             "nodes": [
                 {"host": "local", "slots": 2, "pool": ["rollout", "train"], "gpus": 2 * gpus}
             ],
-            "model": {"path": str(model_dir), "max_len": 512, "dtype": dtype},
+            "model": model,
             "environment": {"name": "pointer-chase"},
             "rollout": {
                 "max_turn_tokens": 480,
@@ -140,7 +139,7 @@ async def _opened(
             address="127.0.0.1",
             cpus=os.cpu_count(),
         )
-        spec = server_process(recipe, slot, bucket, facts, model_dir=str(model_dir))
+        spec = server_process(recipe, slot, bucket, facts, model_dir=model["path"])
         argv, env = spec.argv, dict(spec.env)
         if worker is not None:
             place = argv.index("--worker-extension-cls") + 1

@@ -16,6 +16,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "critic_warmup": "training.critic",
     "data": "environment.tasks",
     "enable_expert_parallel": "training.ep_size",
+    "enable_fp32_lm_head": "model.fp32_lm_head",
     "entropy_coeff": "training.entropy_coef",
     "expert_model_parallel_size": "training.ep_size",
     "expert_parallel_size": "training.ep_size",

@@ -361,6 +361,9 @@ class ModelSpec(Section):
     """The format of weights and compute; auto is bfloat16 on GPUs, float32 without."""
     max_len: Annotated[int, Field(ge=32), MAY_CHANGE] = 1024
     """The most tokens of a trajectory, prompt and tool returns included."""
+    fp32_lm_head: Annotated[bool, MAY_CHANGE] = False
+    """Servers and trainer compute logits in float32 of weights and hidden states in bfloat16, as
+    prime-rl's enable_fp32_lm_head and vLLM's head_dtype do; nothing changes in float32."""
     template_args: dict[str, JsonValue] = {}
     """Arguments of its chat template, for example {enable_thinking: false}."""
     tool_format: ToolFormatName = "auto"

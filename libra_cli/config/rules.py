@@ -33,6 +33,7 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
         yield from (problem.inside(path) for problem in section.problems())
     yield from _cluster_problems(recipe)
     yield from _model_problems(recipe)
+    yield from _head_problems(recipe.model.fp32_lm_head, recipe.rollout.vllm_args)
     on_cpus = any(not node.gpus for node in recipe.nodes)
     routes = recipe.training.rollout_routes
     yield from _quantization_problems(recipe.rollout, recipe.model.dtype, on_cpus, routes)
@@ -187,6 +188,17 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
             ("training.micro_batch_tokens", "model.max_len"),
             f"is {training.micro_batch_tokens}, but one trajectory may have model.max_len = "
             f"{model.max_len}",
+        )
+
+
+def _head_problems(fp32_lm_head: bool, vllm_args: Sequence[str]) -> Iterator[Problem]:
+    """Yield overrides of vLLM's that would replace the one for logits in float32."""
+    flags = [argument.split("=", 1)[0].replace("_", "-") for argument in vllm_args]
+    if fp32_lm_head and "--hf-overrides" in flags:
+        yield Problem(
+            ("model.fp32_lm_head", f"rollout.vllm_args[{flags.index('--hf-overrides')}]"),
+            "is true, which libra tells vLLM by --hf-overrides, and vLLM takes the last of two: "
+            "leave out one of them",
         )
 
 

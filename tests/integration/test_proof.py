@@ -1,7 +1,7 @@
 """Which version a real vLLM server holds: proved in bfloat16, over two ranks, with tied weights.
 
 The model is trained a little and then takes steps of 1e-6, which change log-probabilities by less
-than vLLM and the trainer differ on the same weights.
+than vLLM and the trainer differ on the same weights. The server computes logits in float32.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def _versions(base: Path, name: str, training: dict[str, Any]) -> list[Path]:
 @pytest.fixture(scope="module")
 def bench(given, tmp_path_factory):
     host = tmp_path_factory.mktemp("host")
-    with bench_of(given.model_dir, host, dtype="bfloat16", ranks=2) as bench:
+    head = {"fp32_lm_head": True}
+    with bench_of(given.model_dir, host, dtype="bfloat16", ranks=2, model=head) as bench:
         yield bench
 
 

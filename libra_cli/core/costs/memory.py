@@ -141,12 +141,14 @@ def rank_memory(
     tiled_mlp: bool = False,
     ep_size: int = 1,
     sharded: bool = False,
+    casts_head: bool = False,
 ) -> MemoryUse:
     """The most that a rank of the trainer holds that shares a replica with ``world - 1`` others;
     of one that is there alone FSDP2 is to be ``sharded`` by name, and else it is under autocast;
     ``tokens`` are those of its micro-batch, which ``cp_size`` ranks share and have a part of each.
     ``reference``: the first policy is kept beside it. Of each layer's experts ``ep_size`` ranks
-    hold other ones."""
+    hold other ones. ``casts_head``: logits are products of float32 copies, as those of
+    ``model.fp32_lm_head`` are without a GPU."""
     sharded = sharded or world > 1
     states = _states(shape, world, width, optimizer)
     states["reference"] = _reference(shape, world, width, sharded) if reference else 0.0
@@ -167,7 +169,7 @@ def rank_memory(
     else:
         computed += tokens * (again + shape.passing_bytes(width))
     moments = {
-        "head": _head(shape, sharded, tokens, width, kept),
+        "head": _head(shape, sharded, tokens, width, kept, casts_head),
         "layer": _layer(shape, sharded, width, kept + computed, shape.layer_of_rank(ep_size)),
         "reduction": _reduction(shape, sharded, width),
         "update": {"update": _update(shape, optimizer, ep_size) / world},
@@ -304,12 +306,15 @@ def _input_bytes(shape: Architecture, sharded: bool, width: int) -> int:
 
 
 def _head(
-    shape: Architecture, sharded: bool, tokens: Tokens, width: int, kept: float
+    shape: Architecture, sharded: bool, tokens: Tokens, width: int, kept: float, casts: bool
 ) -> dict[str, float]:
     matrix = shape.vocabulary * shape.hidden
     own = width if sharded else 4
     blocks = BLOCK_BYTES * min(BLOCK_LOGITS, tokens * shape.vocabulary)
     states = (4 + 4 + 2 * width + (8 if not sharded else 0)) * shape.hidden * tokens
+    if casts:
+        rows = min(shape.vocabulary, BLOCK_LOGITS // max(1, tokens))
+        states += 4 * shape.hidden * (tokens + rows)
     return {
         "activations": kept,
         "gathered weights": float(width * shape.outer_parameters) if sharded else 0.0,

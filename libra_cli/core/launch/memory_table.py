@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.config.recipe import ModelSpec, NodeSpec, Recipe
 from libra_cli.core.costs.architecture import Architecture
 from libra_cli.core.costs.draft_heads import HeadSize
 from libra_cli.core.costs.memory import (
@@ -241,6 +241,7 @@ def _server(
         f"server {name}, each of {degree} device{'s' * (degree > 1)}: weights {weights:.1f} GiB"
         f"{f' in {quantization}' if quantization else ''}{drafts}; "
         f"a context of {max_len:,} tokens {context:.2f} GiB"
+        f"{_fp32_head(recipe.model, shape, slot)}"
     )
     node = recipe.node(slot.node)
     if node.share is not None and not on_gpu:
@@ -263,6 +264,17 @@ def _server(
     held = ", ".join(f"{size} GB {_contexts(n)}" for size, n in rooms.items() if n >= 1)
     on = "GPUs of" if node.share is None else f"{node.share.rollout:g} of GPUs of"
     return f"{line}; on {on} {held}" if held else f"{line}; DOES NOT FIT {on} 141 GB"
+
+
+def _fp32_head(model: ModelSpec, shape: Architecture, slot: Slot) -> str:
+    """Return what logits in float32 take of a server: a GPU sums up products of bfloat16 in
+    float32, vLLM on a CPU casts its part of the output layer in every step."""
+    if not model.fp32_lm_head or dtype_of(model, [slot]) == "float32":
+        return ""
+    if slot.gpus:
+        return "; logits in float32, of weights as they are"
+    copied = 4 * shape.vocabulary * shape.hidden / slot.num_devices / GIB
+    return f"; logits in float32, of a copy of the output layer in each step {copied:.2f} GiB"
 
 
 def _contexts(number: float) -> str:

@@ -56,6 +56,8 @@ class RankConditions:
     """Whether ``choice`` is the one that takes least, and memory that is left decides (auto)."""
     alone: bool = False
     """Whether the rank is its whole world, and communicates with no other."""
+    casts_head: bool = False
+    """Whether logits are products of float32 copies: GPUs sum up those of bfloat16 in float32."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype, ranks: int) -> RankConditions:
@@ -76,6 +78,7 @@ class RankConditions:
             sharded=training.sharding == "fsdp2",
             may_keep_more=on_gpu and training.activation_checkpointing == "auto" and not lean,
             alone=ranks == 1,
+            casts_head=recipe.model.fp32_lm_head and dtype != "float32" and not on_gpu,
         )
 
     def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
@@ -95,6 +98,7 @@ class RankConditions:
             tiled_mlp=self.tiled_mlp,
             ep_size=self.parted(shape, shards),
             sharded=self.sharded,
+            casts_head=self.casts_head,
         )
 
     def pinned_gib(self, shape: Architecture, shards: int, sharing: int = 1) -> float:

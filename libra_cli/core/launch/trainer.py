@@ -271,7 +271,8 @@ def _policy_config(
     training = recipe.training.model_dump(mode="json")
     if conditions.may_keep_more and conditions.choice == "selective":  # ranks take auto for full
         training["activation_checkpointing"] = conditions.choice
-    return {
+    head = {"fp32_lm_head": True} if recipe.model.fp32_lm_head else {}
+    return head | {
         "run_id": run_id,
         "model_dir": model_dir,
         "world_size": ranks,

@@ -13,6 +13,7 @@ Why the flags are what they are:
   with the tokens of their images and with patches that are scaled already, and nothing of them is
   kept beside vLLM's cache of what the tower made.
 - ``--logprobs-mode processed_logprobs``: log-probabilities after temperature, as the trainer's.
+- ``--hf-overrides`` with a ``head_dtype``: products of the output layer are summed into float32.
 - ``--no-async-scheduling`` where a head drafts: whether it does is decided between two steps, and
   vLLM would schedule a step's drafts before the step before it ends.
 - ``--kv-cache-memory-bytes`` where memory is shared with a rank (``core.launch.shares``).
@@ -57,6 +58,8 @@ _SAFE: Flags = {
     "--compilation-config": json.dumps({"cudagraph_mode": "NONE"}),
 }
 """Flags of rollout.engine: safe."""
+_FP32_HEAD: Flags = {"--hf-overrides": json.dumps({"head_dtype": "float32"})}
+"""The flag of servers that compute logits in float32."""
 
 
 class Vllm:
@@ -97,6 +100,7 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         "--worker-extension-cls": "libra_cli.node.rollout.worker.VersionLoader",
         **(_SEEING if recipe.model.images else {"--language-model-only": None}),
         **(_SAFE if recipe.rollout.engine == "safe" else {}),
+        **(_FP32_HEAD if recipe.model.fp32_lm_head else {}),
     }
     if recipe.rollout.quantization is not None:
         flags["--quantization"] = recipe.rollout.quantization

@@ -35,6 +35,8 @@ class WorkerConfig:
     """Neighbouring ranks that compute a micro-batch together, each its part of the tokens."""
     ep_size: int = 1
     """Neighbouring ranks of a replica that hold other experts of each layer."""
+    fp32_lm_head: bool = False
+    """Whether the output layer gives logits of fp32 where the model computes in bfloat16."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> WorkerConfig:

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 LOGIT_ROWS = 2048
@@ -66,17 +66,20 @@ def chosen_logprobs(
     *,
     temperature: float,
     entropy_gradient: bool = False,
+    fp32_head: bool = False,
 ) -> ChosenTokens:
     """``token_logprobs`` of ``hidden @ weight.T``, whose logits are never there as a whole.
 
     ``hidden`` is (tokens, width), ``weight`` (vocabulary, width). Products are computed in the type
-    of autocast, if that is on, else in the weight's; sums over the vocabulary in fp32.
+    of autocast, if that is on, else in the weight's; sums over the vocabulary in fp32. With
+    ``fp32_head`` numbers of that type are multiplied into logits of fp32, as vLLM does with its
+    ``head_dtype``, in place of logits that are rounded to it.
     """
-    device = hidden.device.type
-    autocast = torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else weight.dtype
+    dtype = _computed_in(weight)
     return ChosenTokens(
-        *_ChosenLogprobs.apply(hidden, weight, targets, temperature, dtype, entropy_gradient)
+        *_ChosenLogprobs.apply(
+            hidden, weight, targets, temperature, dtype, entropy_gradient, fp32_head
+        )
     )
 
 
@@ -90,13 +93,14 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
         temperature: float,
         dtype: torch.dtype,
         entropy_gradient: bool,
+        fp32_head: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        narrow = hidden.to(dtype)
+        narrow, product = hidden.to(dtype), _fp32_product if fp32_head else linear
         chosen = torch.zeros(len(targets), device=hidden.device)
         best = torch.full_like(chosen, -torch.inf)
         sums, entropies = [], []
         for rows, start in _blocks(weight, len(targets)):
-            logits = _logits(narrow, rows.to(dtype), temperature)
+            logits = product(narrow, rows.to(dtype)).float().div_(temperature)
             places, inside = _places(targets, start, len(rows))
             chosen += logits.gather(1, places)[:, 0].masked_fill_(~inside, 0.0)
             best = torch.maximum(best, logits.amax(-1))
@@ -109,7 +113,7 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
         above = whole - by_block
         entropy = ((-above).exp() * (torch.stack(entropies) + above)).sum(0)
         ctx.save_for_backward(hidden, weight, targets, whole, entropy)
-        ctx.temperature, ctx.dtype = temperature, dtype
+        ctx.temperature, ctx.dtype, ctx.product = temperature, dtype, product
         ctx.entropy_gradient = entropy_gradient
         greedy = (chosen >= best).float()
         ctx.mark_non_differentiable(greedy, *(() if entropy_gradient else (entropy,)))
@@ -128,7 +132,7 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
         bonus = of_entropy[:, None] / ctx.temperature if ctx.entropy_gradient else None
         for rows, start in _blocks(weight, len(targets)):
             block = rows.to(ctx.dtype)
-            logits = _logits(narrow, block, ctx.temperature)
+            logits = ctx.product(narrow, block).float().div_(ctx.temperature)
             pull = _pull(logits.sub_(whole[:, None]), scaled, bonus, entropy)
             places, inside = _places(targets, start, len(rows))
             pull.scatter_add_(1, places, scaled.masked_fill(~inside[:, None], 0.0))
@@ -139,7 +143,7 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
             if weight_gradient is not None:
                 weight_gradient[start : start + len(rows)] = pull.T @ narrow
             del pull
-        return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None, None
+        return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None, None, None
 
 
 def _pull(log_softmax: Tensor, scaled: Tensor, bonus: Tensor | None, entropy: Tensor) -> Tensor:
@@ -161,9 +165,25 @@ def _blocks(weight: Tensor, tokens: int) -> Iterator[tuple[Tensor, int]]:
         yield weight[start : start + size], start
 
 
-def _logits(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
-    """A block's logits, (tokens, rows), in fp32 and scaled."""
-    return linear(hidden, rows).float().div_(temperature)
+def fp32_logits(hidden: Tensor, head: nn.Linear) -> Tensor:
+    """What an output layer gives, (..., vocabulary), in fp32 of numbers in the type of compute."""
+    dtype = _computed_in(head.weight)
+    with torch.autocast(hidden.device.type, enabled=False):
+        weight = head.weight.to(dtype).float()
+        return linear(hidden.to(dtype).float(), weight, head.bias)
+
+
+def _computed_in(weight: Tensor) -> torch.dtype:
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def _fp32_product(hidden: Tensor, rows: Tensor) -> Tensor:
+    """A block's logits, (tokens, rows), in fp32 of narrow numbers, whose products are exact."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.mm(hidden, rows.T, out_dtype=torch.float32)
+        return linear(hidden.float(), rows.float())
 
 
 def _sum_up(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,7 @@ class PolicyModel:
         self._tells = self.rank % self.cp_size == 0
         self.model = self._load()
         self._forward = self._wrap(self.model)
-        self._scoring = ScoringModel(self.model, self._forward, self.device, self._context)
+        self._scoring = self._scores(self.model, self._forward)
         self._balance = RouterBalance(self.model, cp_size=self.cp_size)
         self._reference = self._frozen() if needs_reference(config.training) else None
         """The first policy; with an adapter it is the model without it."""
@@ -536,7 +536,11 @@ class PolicyModel:
         model = call = self._load().eval().requires_grad_(False)
         if not self.sharded:
             call = self._accelerator.prepare_model(model, evaluation_mode=True)
-        return ScoringModel(model, call, self.device, self._context)
+        return self._scores(model, call)
+
+    def _scores(self, model: nn.Module, call: Callable[..., Any]) -> ScoringModel:
+        fp32 = self._config.fp32_lm_head
+        return ScoringModel(model, call, self.device, self._context, fp32_head=fp32)
 
 
 def is_scored(samples: Sequence[TokenSample]) -> bool:

@@ -44,5 +44,9 @@ class PolicyConfig(Protocol):
         """Most tokens of a trajectory."""
 
     @property
+    def fp32_lm_head(self) -> bool:
+        """Whether the output layer gives logits of fp32 where the model computes in bfloat16."""
+
+    @property
     def training(self) -> TrainingSpec:
         """The section ``training`` of the recipe."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,12 @@ from torch.nn.functional import pad
 from libra_cli.config.errors import TrainerError
 from libra_cli.node.model.context_parallel import ContextGroup
 from libra_cli.node.model.images import ImagePlaces, RowImages
-from libra_cli.node.model.logprobs import ChosenTokens, chosen_logprobs, token_logprobs
+from libra_cli.node.model.logprobs import (
+    ChosenTokens,
+    chosen_logprobs,
+    fp32_logits,
+    token_logprobs,
+)
 from libra_cli.node.model.packed_attention import PackedSequences, use_packed_attention
 from libra_cli.node.model.routers import RolloutRoutes, Routes
 
@@ -138,13 +144,16 @@ class ScoringModel:
         call: Callable[..., Any],
         device: torch.device,
         context: ContextGroup | None = None,
+        *,
+        fp32_head: bool = False,
     ) -> None:
-        """*Collective*, if the model is sharded or ranks share a row.
+        """*Collective*, if the model is sharded or ranks share a row. With ``fp32_head`` the output
+        layer gives logits of fp32.
 
         Raises:
             TrainerError: ranks are to share a row, and the model's layers cannot.
         """
-        self._call, self._context = call, context
+        self._call, self._context, self._fp32_head = call, context, fp32_head
         self.packs = use_packed_attention(model)
         """Whether a request may hold more than one sequence."""
         if context is not None:
@@ -160,9 +169,11 @@ class ScoringModel:
         """``[S, width]``: the last hidden states at the tokens before the ``turns`` of the request
         that was answered last, without gradient; None if it named none."""
         self._head.register_forward_pre_hook(self._keep_hidden)
-        self._in_blocks = type(self._head) is nn.Linear and self._head.bias is None
+        plain, self._logits = type(self._head) is nn.Linear, self._head.forward
+        if fp32_head and plain:
+            self._logits = self._head.forward = partial(fp32_logits, head=self._head)
+        self._in_blocks = plain and self._head.bias is None
         if self._in_blocks:
-            self._logits = self._head.forward
             self._head.forward = self._forward
             self._in_blocks = self._returns_what_the_head_gives(device)
         if not self._in_blocks:
@@ -242,6 +253,7 @@ class ScoringModel:
             question.targets,
             temperature=temperature,
             entropy_gradient=entropy_gradient,
+            fp32_head=self._fp32_head,
         )
         self._answer = torch.stack(results)
         return self._answer

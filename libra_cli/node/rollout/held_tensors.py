@@ -67,6 +67,7 @@ def held_parts(model: nn.Module, dtypes: Mapping[str, str]) -> list[dict[str, An
     """
     packed = _packed_parts(model)
     own = own_names(model, dtypes)
+    head_dtype = _head_dtype(model)
     named = model.named_parameters(remove_duplicate=False)
     tied = {id(parameter): own[name] for name, parameter in named if name in own}
     parts = []
@@ -74,7 +75,7 @@ def held_parts(model: nn.Module, dtypes: Mapping[str, str]) -> list[dict[str, An
         if why := _unreadable(module):
             parts.append({"name": path, "source": path, "problem": f"{path}: {why}"})
             continue
-        for name, blocks in _of_module(path, module, packed, own):
+        for name, blocks in _of_module(path, module, packed, own, head_dtype):
             name = own.get(name, "")
             if not name:  # a tied one is published under the other's name
                 name = tied.get(id(getattr(module, "weight", None)), "")
@@ -116,7 +117,11 @@ def _own_name(name: str, mappers: Sequence[tuple[str, Any]], held: Set[str]) -> 
 
 
 def _of_module(
-    path: str, module: nn.Module, packed: Mapping[str, list[str]], own: Mapping[str, str]
+    path: str,
+    module: nn.Module,
+    packed: Mapping[str, list[str]],
+    own: Mapping[str, str],
+    head_dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Iterator[Block]]]:
     """Name and blocks of every parameter, and of every published buffer, of the module itself."""
     if held_experts.is_experts(module):
@@ -125,8 +130,9 @@ def _of_module(
     for name, parameter in module.named_parameters(recurse=False):
         if name in ("weight", "bias"):
             for one in slices_of(module, _layers(path, packed, own)):
-                read = _weight if name == "weight" else _bias
-                yield f"{one.name}.{name}", read(module, one)
+                bias = name == "bias"
+                blocks = _bias(module, one) if bias else _weight(module, one, head_dtype)
+                yield f"{one.name}.{name}", blocks
         elif not quantized_weights.format_of(module):  # else a scale, which is in the weight
             yield f"{path}.{name}".lstrip("."), iter([(0, 0, as_rows(parameter.detach()))])
     for name, buffer in module.named_buffers(recurse=False):
@@ -267,7 +273,13 @@ def _stacked(
     return slices
 
 
-def _weight(layer: nn.Module, one: Slice) -> Iterator[Block]:
+def _head_dtype(model: nn.Module) -> torch.dtype | None:
+    """The format in which logits are computed (``model.fp32_lm_head``); None if it is not told."""
+    told = (getattr(module, "head_dtype", None) for module in model.modules())
+    return next((dtype for dtype in told if dtype is not None), None)
+
+
+def _weight(layer: nn.Module, one: Slice, head_dtype: torch.dtype | None) -> Iterator[Block]:
     """Rows of a layer's weight, in blocks of columns, as its kernel reads them."""
     weight = held_convolutions.in_order(layer)
     row, held = (one.rows[0], one.held) if one.rows else (0, slice(None))
@@ -275,7 +287,9 @@ def _weight(layer: nn.Module, one: Slice) -> Iterator[Block]:
         for first, begin, block in quantized_weights.blocks_of(layer, held):
             yield row + first, one.column + begin, block
         return
-    if not _has_packed_copy(layer):
+    # Of layers with a packed copy output layers alone have a weight, which vLLM casts for fp32.
+    cast = head_dtype not in (None, weight.dtype) and weight.numel() > 0
+    if cast or not _has_packed_copy(layer):
         yield row, one.column, as_rows(weight)[held]
         return
     size = _columns_of(layer)

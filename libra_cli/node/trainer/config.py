@@ -41,6 +41,8 @@ class TrainerConfig:
     memory_share: float | None = None
     """The most that torch may take of the GPU's memory, which a server has a share of too; None:
     whatever is free."""
+    fp32_lm_head: bool = False
+    """Whether the output layer gives logits of fp32 where the model computes in bfloat16."""
     steps: int = 0
     """Steps of the run, at which schedules of the learning rate end that are not constant."""
     resume: str | None = None

@@ -36,8 +36,7 @@ text that repeats itself is so sure that old weights give it the same log-probab
 NOBODY = -1
 """The number of a request and of a group that no trajectory has."""
 _HELP = (
-    'to decode without CUDA graphs: rollout: {vllm_args: [--compilation-config, {"cudagraph_mode": '
-    '"NONE"}]}; to allow more: weight_sync.tolerance'
+    "to decode without CUDA graphs: rollout: {engine: safe}; to allow more: weight_sync.tolerance"
 )
 
 _log = logging.getLogger(__name__)

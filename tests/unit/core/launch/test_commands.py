@@ -113,6 +113,25 @@ def test_sockets_are_where_the_run_ends_them_if_linux_takes_the_path(name, there
     assert spec.env.get("VLLM_RPC_BASE_PATH") == wanted
 
 
+def test_servers_and_trainer_are_told_of_logits_in_float32() -> None:
+    case = json.loads(CASES[0].read_text(encoding="utf-8"))
+    told = []
+    for fp32 in (False, True):
+        case["recipe"]["model"]["fp32_lm_head"] = fp32
+        specs = processes(case)
+        argv = [spec.argv for spec in specs if spec.process.startswith("server")]
+        texts = [
+            spec.files[name] for spec in specs for name in spec.files if name == "trainer.json"
+        ]
+        heads = [json.loads(text).get("fp32_lm_head", False) for text in texts]
+        told.append((['{"head_dtype": "float32"}' in one for one in argv], heads))
+    (servers, trainers), (served, trained) = told
+    assert servers
+    assert trainers
+    assert not any(servers + trainers)
+    assert all(served + trained)
+
+
 def test_two_servers_never_have_the_same_seed() -> None:
     case = {
         "recipe": {

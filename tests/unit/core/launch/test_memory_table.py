@@ -160,6 +160,26 @@ def test_quantized_weights_are_told_as_servers_hold_them(tmp_path: Path):
     assert "on GPUs of 40 GB" in whole or "on GPUs of 48 GB" in whole
 
 
+def test_logits_in_float32_are_told_where_they_take_memory(tmp_path: Path):
+    recipe = tmp_path / "recipe.yaml"
+
+    def told(gpus: int, **model: object) -> tuple[str, ...]:
+        node = {"host": "a", "slots": 2, "pool": ["rollout", "train"], "gpus": gpus}
+        model = {"path": "/models/Qwen3-0.6B", "dtype": "bfloat16"} | model
+        recipe.write_text(yaml.safe_dump({"nodes": [node], "model": model}))
+        return plan_of(recipe)[1].memory
+
+    without, on_cpus = told(0), told(0, fp32_lm_head=True)
+    assert "float32" not in "".join(without[1:])
+    assert "of a copy of the output layer in each step 0.58 GiB" in "".join(on_cpus)
+    rank, other = (float(re.findall(r"head ([\d.]+)", line[1])[0]) for line in (on_cpus, without))
+    assert 0 < rank - other < 0.2
+    same, on_gpus = told(2), told(2, fp32_lm_head=True)
+    assert on_gpus[1] == same[1], "a GPU sums up products of bfloat16 in float32"
+    assert "logits in float32, of weights as they are" in "".join(on_gpus)
+    assert told(0, fp32_lm_head=True, dtype="float32") == told(0, dtype="float32")
+
+
 def test_a_head_is_told_as_servers_hold_it_or_is_said_not_to_be_known(tmp_path: Path):
     head = tmp_path / "head"
     drafts = f"/models/Qwen3-14B}}\nrollout: {{speculative: {{method: eagle, model: {head}}}"

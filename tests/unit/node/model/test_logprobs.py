@@ -106,6 +106,28 @@ def test_under_autocast_products_are_in_half_precision_and_gradients_in_the_weig
     assert weight.grad.dtype == hidden.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_fp32_head_multiplies_rounded_numbers_exactly(autocast: bool):
+    """With the weights as a server has them, whatever format the trainer keeps them in."""
+    made_in = torch.float32 if autocast else torch.bfloat16
+    hidden, weight, targets, pull = made(made_in)
+    narrow = [one.detach().bfloat16().double().requires_grad_() for one in (hidden, weight)]
+    exact = torch.log_softmax(narrow[0] @ narrow[1].T / 0.7, -1).gather(1, targets[:, None])[:, 0]
+    (exact * pull).sum().backward()
+    errors = []
+    for fp32_head in (True, False):
+        hidden.grad = weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            got, *_ = chosen_logprobs(hidden, weight, targets, temperature=0.7, fp32_head=fp32_head)
+        (got * pull).sum().backward()
+        errors.append(float((got - exact).detach().abs().mean()))
+        for given, wanted in zip((hidden.grad, weight.grad), narrow, strict=True):
+            assert given.dtype == made_in
+            assert float((given - wanted.grad).norm() / wanted.grad.norm()) < 0.02
+    assert errors[0] < 1e-6
+    assert errors[1] > 1e-3, "logits that are rounded"
+
+
 def test_a_frozen_weight_gets_no_gradient_and_no_tokens_give_zeros():
     hidden, weight, targets, _ = made()
     chosen_logprobs(hidden, weight.detach(), targets, temperature=1.0)[0].sum().backward()

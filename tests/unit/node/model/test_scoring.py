@@ -126,6 +126,28 @@ def test_hidden_states_are_those_before_the_first_token_of_each_turn(config: Any
     assert scoring.hidden is None
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(Qwen3Config(**SIZES, tie_word_embeddings=True), id="in blocks"),
+        pytest.param(Gemma2Config(**SIZES, final_logit_softcapping=2.0), id="whole logits"),
+    ],
+)
+def test_an_fp32_head_gives_the_logits_of_the_same_hidden_states(config: Any):
+    model = model_of(config).bfloat16()
+    kept: list[Any] = []
+    model.get_output_embeddings().register_forward_pre_hook(lambda _, given: kept.append(given[0]))
+    scoring = ScoringModel(model, model, CPU, fp32_head=True)
+    token_ids = torch.arange(3, 40)
+    got = scoring.logprobs(one_sequence(token_ids), temperature=1.0).logprobs
+    got.sum().backward()
+    logits = kept[-1][0, :-1].double() @ model.get_output_embeddings().weight.double().T
+    if config.model_type == "gemma2":
+        logits = 2.0 * torch.tanh(logits / 2.0)
+    wanted = torch.log_softmax(logits, -1).gather(1, token_ids[1:, None])[:, 0]
+    assert float((got - wanted).detach().abs().max()) < 1e-5
+
+
 def test_what_a_turn_says_is_not_in_the_hidden_state_before_it():
     model = model_of(Qwen3Config(**SIZES))
     (one,) = sequences(20)
