@@ -61,6 +61,11 @@ from libra_cli.node.model.context_parallel import context_group
 from libra_cli.node.model.expert_parallel import is_parted, mesh_of_experts
 from libra_cli.node.model.images import ImageReader, freeze_towers
 from libra_cli.node.model.packed_attention import attention_of
+from libra_cli.node.model.pass_of_shards import (
+    OutOfMemoryEverywhere,
+    PassOfShards,
+    in_reduction,
+)
 from libra_cli.node.model.policy_config import PolicyConfig
 from libra_cli.node.model.routers import ROUTE_SUMS, RouterBalance
 from libra_cli.node.model.scores import BranchScores, with_scores
@@ -159,6 +164,11 @@ class PolicyModel:
             ``entropy``, ``ratios.rollout_sums`` and the loss's metrics over generated tokens;
             ``gap``, of |rollout - trainer| log-probability, over the ``gap_tokens`` fresh ones.
             None if ``before`` said to stop: then the gradients are incomplete.
+
+        Raises:
+            OutOfMemoryEverywhere: a rank's memory ran out, and all have left the pass: the
+                gradients are incomplete.
+            torch.OutOfMemoryError: this rank's memory ran out, and others may wait for it.
         """
         if self._compares and not is_scored(samples):
             samples = self.scored(samples)
@@ -172,7 +182,7 @@ class PolicyModel:
             here = [samples[i] for i in indices]
             batch = self._collated(here, scored=is_scored(samples))
             with self._sync_only(last=last):
-                sums.append(self._backward(batch, here))
+                sums.append(self._together(batch, here, last=last))
         told = summed(sums)
         if not self._tells:  # the first of a row has summed over all of it, but routed a part
             told = {name: told[name] for name in ROUTE_SUMS if name in told}
@@ -447,6 +457,46 @@ class PolicyModel:
         with torch.no_grad(), without:
             scores = self._reference.logprobs(batch.request, temperature=self._config.temperature)
         return scores.logprobs
+
+    def _together(
+        self, batch: MicroBatch, samples: Sequence[TokenSample], *, last: bool
+    ) -> dict[str, float]:
+        """*Collective.* As ``_backward``; if the memory of a rank does not suffice, all leave it.
+
+        The others wait for this rank in the collectives that are left of the pass, so it takes part
+        in these first. Where it cannot, because ranks exchange more than weights and gradients in
+        the pass, it fails alone.
+
+        Raises:
+            OutOfMemoryEverywhere: on every rank alike.
+            torch.OutOfMemoryError: on this rank alone.
+        """
+        if self.world == 1:
+            return self._backward(batch, samples)
+        begun = PassOfShards(self.model) if self.sharded else None
+        problem, sums = "", dict[str, float]()
+        try:
+            sums = self._backward(batch, samples)
+        except torch.OutOfMemoryError as error:
+            if in_reduction(error) or not self._can_end_pass(batch, last=last):
+                raise
+            problem = f"rank {self.rank}: {error}"  # not the error: it holds tensors
+        if problem and begun is not None:
+            begun.end()
+        problem = next(filter(None, self.gather(problem)), "")
+        if problem:
+            if begun is not None:
+                begun.forget()
+            raise OutOfMemoryEverywhere(problem)
+        return sums
+
+    def _can_end_pass(self, batch: MicroBatch, *, last: bool) -> bool:
+        """Whether no collective but those of ``PassOfShards`` may be left of a micro-batch's pass:
+        none of ranks that share a row or part experts, of a first policy's pass, or of replicas."""
+        scores_first = self._reference is not None and batch.scores is None
+        if self.cp_size > 1 or self.ep_size > 1 or scores_first:
+            return False
+        return self.sharded or not last
 
     def _sync_only(self, *, last: bool) -> AbstractContextManager[None]:
         """Let replicas reduce gradients in the last micro-batch only.

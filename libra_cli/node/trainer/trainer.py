@@ -25,10 +25,11 @@ states before each turn the critic says what it is worth, which gives the tokens
 It learns when the updates of the policy are done (``node.critic``).
 
 **Without stopping.** A gradient that is not finite is dropped: the weights stay, the step counts
-and says so, and ``MAX_SKIPPED`` of them in a row are an error. A lone rank whose memory runs out
-halves its micro-batches and computes the step's gradients again. In a larger world the other ranks
-already wait for it in a collective, so it remembers half of the size and fails, and the next start
-has it.
+and says so, and ``MAX_SKIPPED`` of them in a row are an error. Where memory runs out in a pass for
+gradients, micro-batches are halved, and the step's gradients are computed again: on all ranks, once
+the one that lacks memory has taken part in the collectives that the others wait in
+(``node.model.pass_of_shards``). Where it cannot, it remembers half of the size and fails, and the
+next start has it.
 
 Parameters and optimizer state are fp32; with ``bfloat16`` versions are published in it.
 """
@@ -57,6 +58,7 @@ from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
 from libra_cli.node.losses.ratios import effective_sample_size
 from libra_cli.node.model.batching import minibatches
 from libra_cli.node.model.expert_parallel import is_parted
+from libra_cli.node.model.pass_of_shards import OutOfMemoryEverywhere
 from libra_cli.node.model.policy import Look, PolicyModel, is_scored, summed
 from libra_cli.node.model.routers import ROUTE_SUMS
 from libra_cli.node.model.scores import mean_of
@@ -335,6 +337,7 @@ class Trainer(PolicyModel):
             return compute(samples)
         except torch.OutOfMemoryError as error:
             problem = last_line(error)  # not the error: it holds the tensors of the pass
+            together = self.world == 1 or isinstance(error, OutOfMemoryEverywhere)
         longest = max(len(sample.token_ids) for sample in samples)
         if self.micro_batch_tokens <= longest:
             raise TrainerError(
@@ -349,7 +352,7 @@ class Trainer(PolicyModel):
         self._budget_file.write_text(f"{self.micro_batch_tokens}\n")
         told = f"memory ran out: micro-batches have {self.micro_batch_tokens:,} tokens from now on"
         log.warning("%s (%s)", told, problem)
-        if self.world > 1:
+        if not together:
             raise TrainerError(f"rank {self.rank}: {told}, and all ranks start again: {problem}")
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -12,10 +12,12 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from libra_cli.node.batch.samples import read_samples  # noqa: E402
 from libra_cli.node.model import packed_attention  # noqa: E402
+from libra_cli.node.model.pass_of_shards import in_reduction  # noqa: E402
 from libra_cli.node.trainer import checkpoint  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from tests.trainers import batch, config_of  # noqa: E402
@@ -79,6 +81,22 @@ def test_attention_is_given_what_the_model_computes_in(
     monkeypatch.setattr(packed_attention, "scaled_dot_product_attention", recorded)
     gradients_of(make(precision))
     assert seen == {getattr(torch, computed)}
+
+
+def test_memory_that_runs_out_while_gradients_are_reduced_is_told_from_other_times(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    def without_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    one = make("no", sharding="fsdp2")
+    for where, found in ((_fsdp_param_group, "foreach_reduce"), (one, "_loss")):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, found, without_memory)
+            with pytest.raises(torch.OutOfMemoryError) as caught:
+                gradients_of(one)
+        assert in_reduction(caught.value) == (found == "foreach_reduce")
+        one.model.reset_iter_state()
 
 
 @pytest.mark.parametrize(
