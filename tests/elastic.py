@@ -109,7 +109,14 @@ class Scene(World):
         return [phase for phase, _, _ in loads(self.moved(slot).phases_json)]
 
 
-def scene(*, gpus: bool = True, steps: int = 1000, kind: str = "fixed", **training: Any) -> Scene:
+def scene(
+    *,
+    gpus: bool = True,
+    steps: int = 1000,
+    kind: str = "fixed",
+    sleep: bool = False,
+    **training: Any,
+) -> Scene:
     """All three servers serve, and the first step is done."""
     hosts = [
         {"host": host, "slots": 2, "pool": "hybrid", **({"gpus": 2} if gpus else {})}
@@ -122,6 +129,7 @@ def scene(*, gpus: bool = True, steps: int = 1000, kind: str = "fixed", **traini
             run={"name": "world", "steps": steps},
             nodes=[head, *hosts],
             training={"groups_per_step": 3, "max_staleness": 1, "checkpoint_every": 50, **training},
+            rollout={"sleep": sleep},
             planner={"kind": kind},
         ),
     )

@@ -105,6 +105,7 @@ OVER_THE_WIRE = (
     e.ServerStarted,
     e.ServerFailed,
     e.ServerChecked,
+    e.ServerAsleep,
     e.ServerStopped,
     e.ServerSynced,
     e.SyncFailed,
@@ -126,6 +127,7 @@ OVER_THE_WIRE = (
 """What may come twice. Environments answer in this process, once."""
 MAY_BE_SLOW = (
     e.ServerStarted,
+    e.ServerAsleep,
     e.ServerStopped,
     e.ServerSynced,
     e.TrainerStarted,
@@ -378,6 +380,18 @@ class World:
 
     def _do_stop_server(self, action: a.StopServer) -> None:
         self.later(e.ServerStopped(action.slot, action.incarnation))
+
+    def _do_sleep_server(self, action: a.SleepServer) -> None:
+        if self._chance("start_fails"):
+            self.later(e.ServerFailed(action.slot, action.incarnation, "it cannot sleep"))
+        else:
+            self.later(e.ServerAsleep(action.slot, action.incarnation))
+
+    def _do_wake_server(self, action: a.WakeServer) -> None:
+        if self._chance("start_fails"):
+            self.later(e.ServerFailed(action.slot, action.incarnation, "no memory"))
+        else:
+            self.later(e.ServerStarted(action.slot, action.incarnation))
 
     def _do_sync_server(self, action: a.SyncServer) -> None:
         if self._chance("sync_fails"):

@@ -21,6 +21,7 @@ RESERVED_VLLM_FLAGS = frozenset(
         "--dtype",
         "--enable-return-routed-experts",
         "--enable-scale-out",
+        "--enable-sleep-mode",
         "--enforce-eager",
         "--gpu-memory-utilization",
         "--host",
@@ -175,6 +176,10 @@ class RolloutSpec(Section):
     memory of weights in bfloat16, and another policy than the trainer's by the gap in ``libra
     status``. ``fp8_per_channel`` needs GPUs with FP8 (Ada, Hopper, Blackwell), ``int8_per_channel``
     GPUs from Turing to Hopper; hosts without GPUs model.dtype: bfloat16. Null: as published."""
+    sleep: bool = False
+    """Keep the process of a server that leaves its slot, asleep, so that it need not start again.
+    On GPUs by vLLM's sleep mode: weights and KV cache are given back, about 2 GiB of a GPU stay
+    with the process. On hosts without GPUs it gives back its KV cache alone."""
     speculative: SpeculativeSpec | None = None
     """Guess several tokens at a time and check them in one step; null: one token a step."""
     vllm_args: tuple[str, ...] = ()
@@ -188,6 +193,12 @@ class RolloutSpec(Section):
                 f"is {self.top_p}, and the trainer gives every token its probability among all, "
                 "so that ratios of the two would be off by what is cut away: leave it out, which "
                 "is 1",
+            )
+        if self.sleep and self.speculative is not None and self.speculative.has_head:
+            yield Problem(
+                ("sleep", "speculative"),
+                "a server that sleeps gives back all weights, and versions do not bring those of a "
+                "head that drafts: leave one of the two out",
             )
         for index, argument in enumerate(self.vllm_args):
             flag = argument.split("=", 1)[0].replace("_", "-")

@@ -78,6 +78,35 @@ class StopServer(ActionBase):
 
 
 @dataclass(frozen=True, slots=True)
+class SleepServer(ActionBase):
+    """Have a server without turns give back its weights and KV cache, and keep its process, whose
+    number is ``incarnation`` from now on.
+
+    Ends in ServerAsleep or ServerFailed.
+    """
+
+    slot: SlotId
+    incarnation: int
+
+    def failed(self, reason: str) -> e.ServerFailed:
+        return e.ServerFailed(self.slot, self.incarnation, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class WakeServer(ActionBase):
+    """Have a sleeping server take memory again; a version must be loaded next.
+
+    Ends in ServerStarted or ServerFailed.
+    """
+
+    slot: SlotId
+    incarnation: int
+
+    def failed(self, reason: str) -> e.ServerFailed:
+        return e.ServerFailed(self.slot, self.incarnation, reason)
+
+
+@dataclass(frozen=True, slots=True)
 class SyncServer(ActionBase):
     """Let a server fetch a version, load it in place, resume and prove it.
 
@@ -386,7 +415,9 @@ class End(ActionBase):
     error: str
 
 
-ServerAction: TypeAlias = StartServer | CheckServer | StopServer | SyncServer
+ServerAction: TypeAlias = (
+    StartServer | CheckServer | StopServer | SyncServer | SleepServer | WakeServer
+)
 TurnAction: TypeAlias = Generate | AbortTurn
 TrainerAction: TypeAlias = StartTrainer | StopTrainer | Train | Accumulate | Checkpoint
 WorkerAction: TypeAlias = StartWorker | SyncWorker | StopWorker

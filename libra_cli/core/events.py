@@ -107,6 +107,14 @@ class ServerChecked:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerAsleep:
+    """The server has given back its weights and KV cache; its process is kept."""
+
+    slot: SlotId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServerStopped:
     """No process of the server is left on the node."""
 
@@ -500,6 +508,7 @@ ServerEvent: TypeAlias = (
     ServerStarted
     | ServerFailed
     | ServerChecked
+    | ServerAsleep
     | ServerStopped
     | ServerSynced
     | SyncFailed

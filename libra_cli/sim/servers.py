@@ -46,6 +46,8 @@ class SimServers:
                 self._stop_server(action)
             case a.SyncServer():
                 self._sync_server(action)
+            case a.SleepServer() | a.WakeServer():
+                self._sleep_or_wake(action)
             case _:
                 assert_never(action)
 
@@ -132,6 +134,13 @@ class SimServers:
         engine = self.engines.pop(action.slot)
         self.retired.append((action.slot, engine))
         self._time.later(e.ServerStopped(action.slot, action.incarnation), 0.0)
+
+    def _sleep_or_wake(self, action: a.SleepServer | a.WakeServer) -> None:
+        if isinstance(action, a.SleepServer):
+            self._time.later(e.ServerAsleep(action.slot, action.incarnation), 0.0)
+        else:
+            after_s = self._scene.wake_s
+            self._time.later(e.ServerStarted(action.slot, action.incarnation), after_s)
 
     def _sync_server(self, action: a.SyncServer) -> None:
         took = self._scene.sync_s if action.published.version.step else 0.0

@@ -132,7 +132,7 @@ def recipe_text(net: Network, workdir: Path) -> str:
         for host, pool in zip(net.hosts, ["rollout", "hybrid", "train"], strict=True)
     ]
     document["environment"]["args"] = {"latency_s": 0.3}
-    document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 16}]
+    document["rollout"] |= {"sleep": True, "buckets": [{"name": "all", "max_num_seqs": 16}]}
     document["training"] |= {"groups_per_step": GROUPS, "checkpoint_every": 5}
     document["planner"] = {"kind": "fixed"}
     return yaml.safe_dump(document)
@@ -178,6 +178,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory, workdir: Path) -> Iterator[S
             scene.arrive()
             scene.more_steps(2)
             scene.files[split] = scene.net.files(scene.net.hosts[1], WEIGHTS)
+            scene.status[split] = scene.run.libra("status", str(scene.run.run_dir), "--json")
         scene.stop()
         yield scene
 
@@ -357,6 +358,16 @@ def check_rewards(scene: Scene) -> None:
     assert scene.run.query(scored) == []
     unscored = "SELECT 1 FROM groups WHERE state = 'trained' AND reward IS NULL"
     assert scene.run.query(unscored) == []
+
+
+def test_the_server_that_changed_sides_slept_and_was_woken(moved):
+    asleep = [event for _, event in moved.run.happened("ServerAsleep")]
+    assert asleep
+    assert {event["slot"] for event in asleep} == {moved.slot}
+    woken = [event for _, event in moved.run.happened("ServerStarted")]
+    numbers = [event["incarnation"] for event in woken if event["slot"] == moved.slot]
+    assert set(numbers) & {event["incarnation"] for event in asleep}
+    assert "its server is asleep" in moved.status["gradient=1"].stdout
 
 
 def test_a_worker_that_left_leaves_no_gradients_behind(moved):

@@ -229,3 +229,16 @@ def test_the_adapter_before_and_another_base_model_are_refused(given, bench, tmp
     with pytest.raises(ServerError, match=r"1\.self_attn\.o_proj\.weight in .*/model is not"):
         load(bench, tmp_path / "other", 2)
     load(bench, given.adapters[2], 2)
+
+
+def test_a_server_that_has_slept_loads_all_of_a_version_and_proves_it(given, bench):
+    load(bench, given.adapters[1], 1)
+    bench.play(bench.server.sleep)
+    bench.play(bench.server.sleep)  # asked again by the next controller
+    with pytest.raises(ServerError, match="is asleep"):
+        load(bench, given.adapters[2], 2)
+    bench.play(bench.server.wake)
+    load(bench, given.adapters[2], 2)
+    probe = _manifest(given.adapters[2])["probe"]
+    measured = bench.play(lambda: bench.server.probe(probe["token_ids"], published(2)))
+    assert probe_gap(tuple(probe["logprobs"]), measured) < 0.02

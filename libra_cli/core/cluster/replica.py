@@ -4,8 +4,8 @@ Rules for this file: everything that may change a replica's state lives here; a 
 in ``TRANSITIONS`` is a bug and raises ``IllegalMove`` without changing anything; the text of a
 change says what in the world causes it.
 
-An **incarnation** is the number of the process's life. It grows whenever a process is taken out, so
-that whatever the old one still has to say can be recognised and dropped.
+An **incarnation** is the number of the process's life. It grows whenever a process is taken out or
+put to sleep, so that whatever it still has to say of before can be recognised and dropped.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ class ReplicaState(StrEnum):
     SERVING = "serving"
     DRAINING = "draining"
     TRAINING = "training"
+    FALLING_ASLEEP = "falling asleep"
+    ASLEEP = "asleep"
+    WAKING = "waking"
     STOPPING = "stopping"
     FAILED = "failed"
 
@@ -57,11 +60,24 @@ TRANSITIONS: dict[ReplicaState, dict[ReplicaState, str]] = {
         S.STOPPING: "the server died, computes with wrong weights, or the run ends",
     },
     S.DRAINING: {
+        S.FALLING_ASLEEP: "its last turn has ended, and its process may stay (rollout.sleep)",
         S.STOPPING: "its last turn or share has ended or is given up, or it died, or the run ends",
     },
     S.TRAINING: {
         S.DRAINING: "a new plan has no gradient worker on it: its share may end, none begins",
         S.STOPPING: "a rank died, a step failed, the trainer is resized, or the run ends",
+    },
+    S.FALLING_ASLEEP: {
+        S.ASLEEP: "it has given back its weights and KV cache",
+        S.STOPPING: "it could not, or died, or the run ends",
+    },
+    S.ASLEEP: {
+        S.WAKING: "a plan has a server of its shape there again, and its GPUs are free",
+        S.STOPPING: "it died, another server is to use its GPUs, or the run ends",
+    },
+    S.WAKING: {
+        S.JOINING: "it has room for weights and KV cache again",
+        S.STOPPING: "it could not take it, or died, or the run ends",
     },
     S.STOPPING: {
         S.IDLE: "no process with its marker is left on the node",
@@ -96,6 +112,8 @@ class Replica:
     reachable: bool = True
     #: Something failed, and it has not answered since: nothing is sent to it.
     suspect: bool = False
+    #: Its process has given its memory back, in sleep, until it wakes or is gone.
+    gave_back: bool = False
     #: It has died and waits before it is started again.
     resting: bool = False
     #: Starts after a death, over all of the run; and which deaths count.
@@ -141,6 +159,7 @@ class Replica:
             self.serving_s += now - self.since
         self.story = [*self.story[-5:], f"{before} -> {to} at {now:.1f} s {why}".rstrip()]
         self.state, self.since, self.detail = to, now, why
+        self.gave_back = to is S.ASLEEP or (self.gave_back and to is S.STOPPING)
         if to in (S.SERVING, S.TRAINING):
             self.budget.works(now=now)
         elif before in (S.SERVING, S.TRAINING):
@@ -186,6 +205,11 @@ class Replica:
         return self.state not in (S.IDLE, S.FAILED)
 
     @property
+    def holds(self) -> bool:
+        """Whether its process may use the slot's devices."""
+        return self.up and not self.gave_back
+
+    @property
     def startable(self) -> bool:
         """Whether a process may be started here, as far as the slot itself is concerned."""
         return self.state is S.IDLE and self.reachable and not self.resting
@@ -206,10 +230,13 @@ _SHOWN = {
     S.SERVING: 4,
     S.TRAINING: 4,
     S.DRAINING: 4,
+    S.FALLING_ASLEEP: 3,
     S.STOPPING: 3,
+    S.WAKING: 2,
     S.JOINING: 2,
     S.STARTING: 2,
     S.FAILED: 1,
+    S.ASLEEP: 1,
     S.IDLE: 0,
 }
 

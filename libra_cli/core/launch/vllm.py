@@ -112,6 +112,7 @@ def _flags(recipe: Recipe, launch: ServerLaunch) -> Flags:
         flags["--enable-return-routed-experts"] = None
     if slot.gpus:
         flags["--gpu-memory-utilization"] = _utilization(launch, node, recipe.rollout.gpu_memory)
+        flags |= {"--enable-sleep-mode": None} if recipe.rollout.sleep else {}
     else:
         flags["--enforce-eager"] = None
     if node.share is not None and launch.facts.is_guessed:

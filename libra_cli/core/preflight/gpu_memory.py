@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.costs.architecture import Architecture, architecture_of
-from libra_cli.core.costs.memory import GIB, USABLE_SHARE, server_contexts
+from libra_cli.core.costs.memory import ASLEEP_GIB, GIB, USABLE_SHARE, server_contexts
 from libra_cli.core.launch.joined_slots import slot_named
 from libra_cli.core.launch.memory_table import rank_gib, shard_sizes
 from libra_cli.core.launch.placement import slots_of
@@ -16,7 +16,7 @@ from libra_cli.core.launch.shares import rank_gpu_gib, server_room_gib
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.findings import Finding, Remedy
 from libra_cli.core.preflight.needs import draft_head
-from libra_cli.core.types import Slot, node_of
+from libra_cli.core.types import Pool, Slot, node_of
 
 CHECK = "gpu memory"
 _SMALLER = "training.lora, training.optimizer: adamw_offload, or a smaller micro_batch_tokens"
@@ -37,9 +37,12 @@ def gpu_memory(case: PreflightCase) -> Iterator[Finding]:
     }
     train = [slot_named(slot, known) for slot in case.plan.train]
     yield from _ranks(case, shape, train, sizes)
-    for slot, _ in case.plan.servers:
-        if size := sizes.get(node_of(slot), 0.0):
-            yield from _server(case, shape, slot_named(slot, known), size)
+    for name, _ in case.plan.servers:
+        slot = slot_named(name, known)
+        if size := sizes.get(node_of(name), 0.0):
+            yield from _server(case, shape, slot, size)
+            if case.recipe.rollout.sleep and slot.pool is Pool.HYBRID:
+                yield from _beside_a_sleeper(case, shape, slot, size)
 
 
 def locked_bytes(case: PreflightCase, node: str) -> float:
@@ -115,6 +118,23 @@ def _ranks(
             else f"give it a larger share (nodes[].share.train), or set {_SMALLER}",
         ),
     )
+
+
+def _beside_a_sleeper(
+    case: PreflightCase, shape: Architecture, slot: Slot, size: float
+) -> Iterator[Finding]:
+    """Whether a gradient worker of the slot has room beside what its sleeping server keeps."""
+    need = rank_gib(case.recipe, shape, [slot], slot.num_devices, size).gpu
+    if need <= USABLE_SHARE * size < need + ASLEEP_GIB:
+        yield Finding(
+            CHECK,
+            slot.node,
+            "warns",
+            f"a gradient worker on {slot.id} takes about {need:.0f} of {size:.0f} GiB, and its "
+            f"sleeping server keeps {ASLEEP_GIB:.0f}",
+            "memory would run out in the first long step",
+            Remedy("person", "leave rollout.sleep out, or lower training.micro_batch_tokens"),
+        )
 
 
 def _server(case: PreflightCase, shape: Architecture, slot: Slot, size: float) -> Iterator[Finding]:

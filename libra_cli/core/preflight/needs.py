@@ -27,8 +27,9 @@ from libra_cli.config.speculative import SpeculativeSpec
 from libra_cli.core.costs.architecture import Architecture, architecture_of
 from libra_cli.core.costs.draft_heads import HeadSize, head_of_files, mtp_layers
 from libra_cli.core.costs.memory import CHECKPOINT_BYTES, CPU_SERVER_GIB
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.preflight.host_report import ModelFiles
-from libra_cli.core.types import Plan, node_of
+from libra_cli.core.types import Plan, Pool, node_of
 
 MIB, GIB = 2**20, 2**30
 MOMENT_BYTES = 8
@@ -117,7 +118,11 @@ def host_needs(
     hosts = {node_of(slot) for slot in plan.train}
     checkpoint = int(CHECKPOINT_BYTES * trained / len(hosts)) if train else 0
     memory = 0 if recipe.weight_sync.directory else versions
-    memory += len(servers) * int(CPU_SERVER_GIB * GIB) + len(train + gradient) * RANK_BYTES
+    # Where servers sleep, workers come beside them.
+    hybrid = {slot.id for slot in slots_of(recipe) if slot.pool is Pool.HYBRID}
+    beside = [slot for slot in servers if slot in hybrid] if recipe.rollout.sleep else []
+    ranks = train + gradient + beside
+    memory += len(servers) * int(CPU_SERVER_GIB * GIB) + len(ranks) * RANK_BYTES
     if train and node.gpus and recipe.training.optimizer == "adamw_offload":
         memory += int(MOMENT_BYTES * trained)
     if node.gpus and node.name == node_of(plan.train[0]):
@@ -127,7 +132,7 @@ def host_needs(
     if not node.gpus:
         memory += len(servers) * int(served * (parameters + drafting) + recipe.rollout.kv_gib * GIB)
         frozen = served * parameters if recipe.training.lora else 0.0
-        memory += len(train + gradient) * int(TRAINED_BYTES * trained + frozen)
+        memory += len(ranks) * int(TRAINED_BYTES * trained + frozen)
     checkpoints = (recipe.training.keep_checkpoints + 2) * checkpoint
     if node.name == node_of(plan.train[0]):
         alone = recipe.training.lora and not recipe.training.export.merge

@@ -51,7 +51,7 @@ LIFECYCLE: dict[MigrationPhase, PhaseRule] = {
         "turns are aborted and go on elsewhere from their tokens; the trainer computes the share",
     ),
     P.STOP: PhaseRule(
-        "no process of the old one is left on the node",
+        "no process of the old one is left on the node, or it sleeps",
         600.0,
         "the move fails; nothing starts on the slot before its host has said that all is gone",
     ),

@@ -28,8 +28,16 @@ from libra_cli.core.types import Bucket, Role, Seconds, Slot, SlotId
 Reshape: TypeAlias = Mapping[SlotId, tuple[Role, Bucket | None]]
 """Slots that change together, with what each did before."""
 WORKING = (ReplicaState.SERVING, ReplicaState.TRAINING)
-_COMING = {ReplicaState.STARTING: MigrationPhase.START, ReplicaState.JOINING: MigrationPhase.SYNC}
-_LEAVING = {ReplicaState.DRAINING: MigrationPhase.DRAIN, ReplicaState.STOPPING: MigrationPhase.STOP}
+_COMING = {
+    ReplicaState.STARTING: MigrationPhase.START,
+    ReplicaState.WAKING: MigrationPhase.START,
+    ReplicaState.JOINING: MigrationPhase.SYNC,
+}
+_LEAVING = {
+    ReplicaState.DRAINING: MigrationPhase.DRAIN,
+    ReplicaState.FALLING_ASLEEP: MigrationPhase.STOP,
+    ReplicaState.STOPPING: MigrationPhase.STOP,
+}
 
 
 class MigrationTracker:
@@ -144,7 +152,7 @@ class MigrationTracker:
         broken = self._broken(move, new)
         if broken:
             return self._give_back(move, broken, now)
-        over = move.after is Role.IDLE and not (old and old.up)
+        over = move.after is Role.IDLE and not (old and old.holds)
         phase = MigrationPhase.JOIN if over else _phase(move, old, new)
         actions: list[Result] = []
         if new is not None:
@@ -297,7 +305,7 @@ def _phase(move: SlotMigration, old: Replica | None, new: Replica | None) -> Mig
         return _COMING[new.state]
     if old is not None and old.state in _LEAVING:
         return _LEAVING[old.state]
-    gone = old is None or not old.up
+    gone = old is None or not old.holds
     if new is not None and new.state in _LEAVING and gone:
         return _LEAVING[new.state]  # of another shape than it is to be, or of a plan before
     if new is not None and new.state in WORKING and gone:

@@ -1,10 +1,10 @@
 """Brings slots to where the plan has them, while everyone else keeps working.
 
     wanted of a slot        what happens, one small step at a time, whenever something has changed
-    no server any more      drain it; once its last turn has ended, stop it
+    no server any more      drain it; once its last turn has ended, stop it, or have it sleep
     no worker any more      its share may end; then stop it
-    a server, a worker      start it when no process is left on its GPUs, or beside the old one on
-                            a host without GPUs
+    a server, a worker      start it, or wake the server that sleeps there, when no process uses
+                            its GPUs, or beside the old one on a host without GPUs
     another trainer group   free the slots that join it, then checkpoint, stop, start again there
 
 Nothing here remembers a position in a script: each time, what is wanted is compared with what is,
@@ -34,13 +34,14 @@ from libra_cli.core.notices import GraceOver, PlanMended, Result
 from libra_cli.core.reconcile.desired_state import DesiredState
 from libra_cli.core.reconcile.migration import SlotMigration
 from libra_cli.core.reconcile.migrations import WORKING, MigrationTracker
-from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId, devices_of
+from libra_cli.core.types import Bucket, Plan, Role, Seconds, Slot, SlotId, devices_of
 
 GRACE_S: Seconds = 10.0
 DRAIN_S: Seconds = 120.0
 TIMER = "drain "
 ABORT, OUT = "abort", "out"
 WHY = "the plan has something else on it"
+_LEAVING = (ReplicaState.DRAINING, ReplicaState.FALLING_ASLEEP, ReplicaState.STOPPING)
 
 
 class Reconciler:
@@ -151,6 +152,10 @@ class Reconciler:
         actions: list[Result] = []
         for server in self._servers.replicas.values():
             slot = server.slot.id
+            if server.state is ReplicaState.ASLEEP:
+                if self._is_in_the_way(server):
+                    actions += self._servers.take_out(server, WHY, now=now)
+                continue
             wrong = server.up and self._wanted.servers.get(slot) != server.bucket
             if wrong and not (self._waits_for(slot, self._workers) or self._is_last(server)):
                 actions += self._drain(server, now)
@@ -170,7 +175,7 @@ class Reconciler:
         coming = self._wanted.servers.keys() - set(self._training.slots)
         slots = [self._wanted.slots[slot] for slot in coming]
         # Slots to be joined become free one after the other, so that one of them serves meanwhile.
-        leaving = [other.slot for other in others if other.up]
+        leaving = [other.slot for other in others if other.holds]
         return any(
             not slot.overlaps(server.slot) or any(slot.overlaps(other) for other in leaving)
             for slot in slots
@@ -184,7 +189,7 @@ class Reconciler:
         return coming is None or coming.state not in WORKING
 
     def _drain(self, server: Replica, now: Seconds) -> list[Result]:
-        if server.state in (ReplicaState.DRAINING, ReplicaState.STOPPING):
+        if server.state in _LEAVING:
             return []
         if server.state is not ReplicaState.SERVING:
             return self._servers.take_out(server, WHY, now=now)
@@ -201,8 +206,24 @@ class Reconciler:
             if server.state is not ReplicaState.DRAINING or not server.running:
                 self._draining.discard(slot)
             if server.state is ReplicaState.DRAINING and not server.running:
-                results += self._servers.take_out(server, WHY, now=now)
+                results += self._retire(server, now)
         return results
+
+    def _retire(self, server: Replica, now: Seconds) -> list[Result]:
+        """Stop a drained server, or have it sleep where it may and nobody needs its memory."""
+        may_sleep = self._servers.may_sleep and server.reachable
+        if may_sleep and not self._is_in_the_way(server):
+            return self._servers.sleep(server, WHY, now=now)
+        return self._servers.take_out(server, WHY, now=now)
+
+    def _is_in_the_way(self, server: Replica) -> bool:
+        """Whether another server than this one is to use its devices, for which vLLM wants all of
+        their memory."""
+        wanted = ((self._wanted.slots[slot], slot, b) for slot, b in self._wanted.servers.items())
+        return any(
+            server.slot.overlaps(slot) and (name, bucket) != (server.slot.id, server.bucket)
+            for slot, name, bucket in wanted
+        )
 
     def overdue(self, timer: str, *, now: Seconds) -> list[Result]:
         """Break off the turns of a draining server whose time is up, or take the server out."""
@@ -219,15 +240,23 @@ class Reconciler:
         actions: list[Result] = []
         for slot, bucket in self._wanted.servers.items():
             server = self._servers.replicas[slot]
-            if server.startable and self._is_free(server.slot):
-                actions += self._servers.start_shape(server, bucket, now=now)
+            asleep = server.state is ReplicaState.ASLEEP and server.reachable
+            if (server.startable or asleep) and self._is_free(server.slot, server):
+                actions += self._come(server, bucket, now)
         for slot in sorted(self._wanted.gradient):
             worker = self._workers.at(self._wanted.slots[slot], now=now)
             if worker.startable and self._is_free(worker.slot):
                 actions += self._workers.start(worker, now=now)
         return actions
 
-    def _is_free(self, slot: Slot) -> bool:
+    def _come(self, server: Replica, bucket: Bucket, now: Seconds) -> list[Result]:
+        if server.state is ReplicaState.ASLEEP:
+            return self._servers.wake(server, now=now)
+        return self._servers.start_shape(server, bucket, now=now)
+
+    def _is_free(self, slot: Slot, server: Replica | None = None) -> bool:
+        """Whether nobody uses the slot's devices. A ``server`` that is to come there wants all of
+        their memory, so that none may sleep there either."""
         overlaps = self._tracker.overlaps(slot.id)
         # A trainer that is down, or is being moved, may come back: its slots stay free for it.
         held = [
@@ -235,7 +264,8 @@ class Reconciler:
             *(
                 replica.slot
                 for replica in self._replicas()
-                if replica.up and not (overlaps and replica.slot.id == slot.id)
+                if (replica.holds if server is None else replica.up and replica is not server)
+                and not (overlaps and replica.slot.id == slot.id)
             ),
         ]
         return not any(slot.overlaps(other) for other in held)
@@ -255,7 +285,7 @@ class Reconciler:
         slots = [self._wanted.slots[slot] for slot in wanted]
         joining = [slot for slot in slots if slot.id not in training.slots]
         others = [*self._servers.replicas.values(), *self._workers.replicas.values()]
-        held = [replica.slot for replica in others if replica.up]
+        held = [replica.slot for replica in others if replica.holds]
         if any(slot.overlaps(other) for slot in joining for other in held):
             return training.resize([], now=now)
         return training.resize(slots, now=now)
@@ -282,7 +312,7 @@ class Reconciler:
         """Raise AssertionError if two processes hold one GPU; on a host without GPUs two of one
         slot may meet.
         """
-        up = [replica.slot for replica in self._replicas() if replica.up]
+        up = [replica.slot for replica in self._replicas() if replica.holds]
         devices = [device for slot in up for device in devices_of(slot)]
         if len(set(devices)) == len(devices):
             return

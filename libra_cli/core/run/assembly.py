@@ -123,7 +123,7 @@ def assemble(
     ledger = _ledger(algorithm, make, tasks)
     evaluations = EvaluationLedger(evaluation_plans(recipe), ledger.retries, make)
     scheduler = RequestScheduler(policy)
-    servers = RolloutServers(plan, slots, cost_of)
+    servers = RolloutServers(plan, slots, cost_of, may_sleep=recipe.rollout.sleep)
     rollout = Trajectories(
         ledger,
         servers,

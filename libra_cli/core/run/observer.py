@@ -497,6 +497,8 @@ class _StartTimes:
         """Take in a slot's row; from ``starting`` until it serves or trains is its start."""
         if row.state == "starting":
             self._began[row.slot] = row.since
+        elif row.state == "waking":  # which is no start
+            self._began.pop(row.slot, None)
         elif row.state in self._waits and row.slot in self._began:
             self._waits[row.state].add(row.since - self._began.pop(row.slot))
 

@@ -10,8 +10,9 @@ from typing import assert_never
 
 from libra_cli.core import notices as n
 from libra_cli.core.actions import Action, Save
-from libra_cli.core.cluster.replica import Replica, shown, slot_record
+from libra_cli.core.cluster.replica import Replica, ReplicaState, shown, slot_record
 from libra_cli.core.cluster.replica_set import ReplicaSet
+from libra_cli.core.records import SlotRecord
 from libra_cli.core.run.assembly import RunParts
 from libra_cli.core.run.watch import RunWatch
 from libra_cli.core.types import Seconds, SlotId
@@ -160,10 +161,18 @@ class NoticeRouter:
         if not self.agenda.rows:
             return []
         changed, self.agenda.rows = self.agenda.rows, {}
-        return [
-            Save(slot_record(self._shown(slot, last), now=now, waiting=waiting(slot)))
+        rows = (
+            slot_record(self._shown(slot, last), now=now, waiting=waiting(slot))
             for slot, last in changed.items()
-        ]
+        )
+        return [Save(self._with_sleeper(row)) for row in rows]
+
+    def _with_sleeper(self, row: SlotRecord) -> SlotRecord:
+        """Tell of a server that sleeps where something else works."""
+        server = self.parts.servers.replicas.get(row.slot)
+        if server is None or server.state is not ReplicaState.ASLEEP or row.state == "asleep":
+            return row
+        return replace(row, detail="; ".join(filter(None, (row.detail, "its server is asleep"))))
 
     def _shown(self, slot: SlotId, last: Replica) -> Replica:
         parts = self.parts

@@ -80,6 +80,7 @@ class VllmEngine:
         self._turns: dict[str, TurnTokens] = {}
         self._label = UNKNOWN_VERSION
         self._counters: Counter[str] = Counter()
+        self._is_asleep = False
         self._pushed_back: set[str] = set()
         """Turns that a load has pushed back, until vLLM tells of it."""
         self._drafts: DraftSwitch | None = None
@@ -274,14 +275,14 @@ class VllmEngine:
         are the turns that ended while the steps begun before it were awaited. If the load fails or
         anything differs, nothing is generated any more: the engine may hold parts of two versions.
         With ``partly`` it goes on if tensors cannot be found in it, as long as none found differs.
+
+        Raises:
+            RuntimeError: it is asleep.
         """
+        if self._is_asleep:
+            raise RuntimeError(f"{label} cannot be loaded: this server is asleep")
         started = time.monotonic()
-        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        ended = []
-        while self._core.batch_queue:
-            ended += self.step()
-        self._pushed_back |= {request.request_id for request in self._scheduler.running}
-        self._core.pause_scheduler("keep", clear_cache=True)
+        ended = self._pause()
         paused = time.monotonic()
         arguments = {"directory": directory}
         workers = self._core.collective_rpc("load_version", kwargs=arguments)
@@ -300,6 +301,39 @@ class VllmEngine:
             "untraced": list(proof.untraced),
         }
         return answer, ended
+
+    def _pause(self) -> list[Any]:
+        """Generate nothing from now on, and keep nothing cached; return the turns that ended while
+        the steps begun before were awaited."""
+        self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        ended = []
+        while self._core.batch_queue:
+            ended += self.step()
+        self._pushed_back |= {request.request_id for request in self._scheduler.running}
+        self._core.pause_scheduler("keep", clear_cache=True)
+        return ended
+
+    def sleep(self) -> list[Any]:
+        """Give back weights and KV cache, and keep process and compiled graphs; return the turns
+        that ended meanwhile. Until ``wake`` and a load, nothing is generated.
+
+        Raises:
+            RuntimeError: turns are in it.
+        """
+        if self._is_asleep:
+            return []
+        if self._turns:
+            raise RuntimeError(f"this server cannot sleep: {len(self._turns)} turns are in it")
+        ended = self._pause()
+        self._core.collective_rpc("fall_asleep")
+        self._is_asleep, self._label = True, UNKNOWN_VERSION
+        return ended
+
+    def wake(self) -> None:
+        """Take memory again; the next load has it generate."""
+        if self._is_asleep:
+            self._core.collective_rpc("take_memory")
+            self._is_asleep = False
 
     def counters(self) -> dict[str, float]:
         """Return its gauges of now, and its counters since the start.

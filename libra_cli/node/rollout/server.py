@@ -19,6 +19,9 @@ See ``node.control`` for the form of the stream; the run's token is read from LI
     load        directory, label, partly, loads         load_s, proof_s, paused_s, different,
                                                         untraced; see ``VllmEngine.load``. Refused
                                                         if others have begun since ``loads``
+    sleep       {}                                      {}: weights and KV cache are given back
+    wake        {}                                      {}: it can load a version again, and must
+                                                        before it generates
 
 Token ids are bytes of little-endian int32, log-probabilities of float32. The turns of a connection
 that closes are aborted.
@@ -98,6 +101,12 @@ class Server(ControlServer):
                 return {"done": self._engine.prepare(order["directory"]), "loads": self._loads}
             case "load":
                 return self._load(order)
+            case "sleep":
+                self._reply(self._engine.sleep())
+                return {}
+            case "wake":
+                self._engine.wake()
+                return {}
             case _:
                 return self._tell(operation)
 

@@ -30,6 +30,7 @@ from libra_cli.node.rollout.merged_weights import MergedWeights, UnchangedLayers
 from libra_cli.node.rollout.page_locks import locks_for
 from libra_cli.node.rollout.prepared import PreparedVersion
 from libra_cli.node.rollout.quantized_weights import QuantizedWeights
+from libra_cli.node.rollout.sleeping_cache import SleepingCache
 from libra_cli.node.weights.chunks import MANIFEST
 
 Named: TypeAlias = Mapping[str, Mapping[str, Any]]
@@ -44,12 +45,15 @@ class VersionLoader:
     device: Any
     model_runner: Any
     reload_weights: Any
+    sleep: Any
+    wake_up: Any
     vllm_config: Any
     base_model: Path | None = None
     """The directory that the server began with, once a version was loaded."""
     prepared: PreparedVersion | None = None
     recorder: RouteRecorder | None = None
     head: DraftHead | None = None
+    sleeping_kv: SleepingCache | None = None
     unchanged: UnchangedLayers | None = None
     """What need not be given again, if the last version was an adapter."""
 
@@ -91,6 +95,25 @@ class VersionLoader:
             regions = regions_of(model, tensors)
             self.prepared = PreparedVersion(directory, regions, locks_for(self.device))
         return self.prepared.is_done
+
+    def fall_asleep(self) -> None:
+        """Give back KV cache and weights; on a CPU no weights, of which kernels have copies."""
+        self.unchanged = None
+        if self.prepared is not None:
+            self.prepared.close()
+            self.prepared = None
+        if self.device.type == "cpu":
+            self.sleeping_kv = SleepingCache(self.model_runner.kv_caches)
+        else:
+            self.sleep(level=2)
+
+    def take_memory(self) -> None:
+        """Take back what ``fall_asleep`` gave; weights are anything until a version is loaded."""
+        cache, self.sleeping_kv = self.sleeping_kv, None
+        if cache is not None:
+            cache.wake()
+        else:
+            self.wake_up()
 
     def load_version(self, directory: str) -> dict[str, Any]:
         """Load a version in place; return what should be held then and what is, what was ``wrong``

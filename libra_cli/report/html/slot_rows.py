@@ -28,6 +28,14 @@ SHADES = {
     "failed": "failed, unreachable",
 }
 """The shades of a row, by their page variable, with the words of the legend."""
+_SHADE_OF = {
+    "joining": "syncing",
+    "unreachable": "failed",
+    "falling asleep": "stopping",
+    "asleep": "idle",
+    "waking": "starting",
+}
+"""The shades of states that are not called after one."""
 _SHORT = ("draining", "stopping", "starting", "syncing")
 _STATE_BINS = 400
 _BINS = 200
@@ -85,7 +93,7 @@ def _spans(
 def _shade(state: SlotStateRecord) -> str:
     if state.state == "training":
         return "gradient" if state.role == "gradient" else "training"
-    return {"joining": "syncing", "unreachable": "failed"}.get(state.state, state.state)
+    return _SHADE_OF.get(state.state, state.state)
 
 
 def _weight(shade: str) -> int:

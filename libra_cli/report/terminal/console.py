@@ -35,6 +35,8 @@ _COLOURS = {
     "starting": "yellow",
     "connecting": "yellow",
     "joining": "yellow",
+    "falling asleep": "yellow",
+    "waking": "yellow",
     "stopping": "yellow",
     "draining": "yellow",
     "stopped": "yellow",

@@ -33,6 +33,9 @@ _CONNECTED = (
     ReplicaState.SERVING,
     ReplicaState.TRAINING,
     ReplicaState.DRAINING,
+    ReplicaState.FALLING_ASLEEP,
+    ReplicaState.ASLEEP,
+    ReplicaState.WAKING,
 )
 """A process that is starting is connected to by the action that starts it."""
 

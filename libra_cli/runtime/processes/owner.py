@@ -123,6 +123,18 @@ class ProcessOwner(Generic[C]):
         """Connect to processes that were started so, by whomever. Raises HostError."""
         return await self._connected(name, await self._begin(name, incarnation, processes))
 
+    async def renew(self, name: str, incarnation: int) -> C:
+        """Connect anew to the processes of a group, which has this incarnation from now on.
+
+        Raises:
+            NotConnected: there is no such group.
+            HostError: its host cannot be reached.
+        """
+        group = self._groups.get(name)
+        if group is None:
+            raise NotConnected(f"{name} is not connected")
+        return await self.adopt(name, incarnation, group.processes)
+
     async def _begin(
         self, name: str, incarnation: int, processes: Sequence[ProcessSpec]
     ) -> _Group[C]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from libra_cli.config.errors import ServerError
 from libra_cli.core.actions import Generate
@@ -110,6 +110,24 @@ class ServerConnection(Protocol):
     async def close(self) -> None:
         """Drop the connections; the server itself is not touched."""
         ...
+
+
+@runtime_checkable
+class CanSleep(Protocol):
+    """What a connection has besides if its servers can sleep; both raise ServerError."""
+
+    async def sleep(self) -> None:
+        """Return once it has given back weights and KV cache, or had before."""
+        ...
+
+    async def wake(self) -> None:
+        """Return once it has room for them again, so that a version can be loaded."""
+        ...
+
+
+SLEEP_S = 120.0
+"""Seconds that falling asleep or waking may take: to unmap and map the memory of a GPU are seconds;
+one without sleep mode writes zeros to its KV cache."""
 
 
 class Connect(Protocol):

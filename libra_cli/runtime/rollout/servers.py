@@ -12,21 +12,24 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_never
 
-from libra_cli.config.errors import HostError, LibraError, StateError, WeightsError
+from libra_cli.config.errors import HostError, LibraError, ServerError, StateError, WeightsError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import (
     AbortTurn,
     CheckServer,
     Generate,
     ServerAction,
+    SleepServer,
     StartServer,
     StopServer,
     SyncServer,
     TurnAction,
+    WakeServer,
 )
 from libra_cli.core.events import (
     Event,
     PublishedVersion,
+    ServerAsleep,
     ServerChecked,
     ServerFailed,
     ServerStarted,
@@ -45,6 +48,8 @@ from libra_cli.core.types import GroupId, Slot, SlotId, node_of
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.processes.owner import STARTUP_TIMEOUT_S, NotConnected, ProcessOwner
 from libra_cli.runtime.rollout.connection import (
+    SLEEP_S,
+    CanSleep,
     Sampling,
     ServerConnection,
     ServerFacts,
@@ -112,6 +117,10 @@ class Servers:
                 return await self.check(action)
             case StopServer():
                 return await self.stop(action)
+            case SleepServer() | WakeServer():
+                return await self.processes.during(
+                    action.slot, action.incarnation, self._sleep_or_wake(action)
+                )
             case SyncServer():
                 return await self.sync(action)
             case Generate():
@@ -159,6 +168,23 @@ class Servers:
             self._probes.forget(server)
         await self.processes.stop(action.slot, (node_of(action.slot), process_of(action.slot)))
         return ServerStopped(action.slot, action.incarnation)
+
+    async def _sleep_or_wake(self, action: SleepServer | WakeServer) -> Event:
+        """Have a server give back its memory, or take it again. Raises LibraError."""
+        slot, incarnation = action.slot, action.incarnation
+        server = self.processes.connection(slot)
+        if server.incarnation != incarnation:
+            self._probes.forget(server)
+            server = await self.processes.renew(slot, incarnation)
+            self._probes.add(slot, server)
+        if not isinstance(server, CanSleep):
+            raise ServerError(f"{slot}: servers of this backend cannot sleep")
+        with self._probes.loading(server, SLEEP_S):
+            if isinstance(action, SleepServer):
+                await server.sleep()
+                return ServerAsleep(slot, incarnation)
+            await server.wake()
+            return ServerStarted(slot, incarnation)
 
     async def sync(self, action: SyncServer) -> Event:
         """Fetch, load in flight, have it proved, and compare the probe with the trainer's own."""

@@ -24,6 +24,7 @@ from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.processes.control import ControlClient
 from libra_cli.runtime.processes.stream import Answer, Stream, StreamErrors
 from libra_cli.runtime.rollout.connection import (
+    SLEEP_S,
     RequestRefused,
     Sampling,
     ServerFacts,
@@ -168,6 +169,16 @@ class ServerClient(ControlClient):
                 "the probe alone decide, set weight_sync.tolerance"
             )
         return finite(answer["paused_s"])
+
+    @reads_answers(ServerError)
+    async def sleep(self) -> None:
+        """Have it give back weights and KV cache; it does nothing then until ``wake``."""
+        await self._call("sleep", {}, timeout_s=SLEEP_S)
+
+    @reads_answers(ServerError)
+    async def wake(self) -> None:
+        """Have it take memory again; a version must be loaded next."""
+        await self._call("wake", {}, timeout_s=SLEEP_S)
 
     async def _prepare(self, directory: str, timeout_s: float) -> int:
         """Wait until its workers have a version in memory; it goes on generating.

@@ -77,6 +77,8 @@ class Watched(World):
         #: Processes that may hold a slot, by kind; those asked to stop, with the incarnation asked
         #: for.
         self.processes: dict[tuple[str, SlotId], int | None] = {}
+        #: Slots whose servers hold nothing, but have a process.
+        self.asleep: set[SlotId] = set()
 
     def give(self, event: e.Event) -> None:
         counts = isinstance(event, e.TurnGenerated) and self._must_count(event)
@@ -127,20 +129,36 @@ class Watched(World):
         self.processes[kind, slot] = None
 
     def _gone(self, event: e.Event) -> None:
-        if isinstance(event, (e.ServerStopped, e.WorkerStopped)):
-            key = ("server" if isinstance(event, e.ServerStopped) else "worker", event.slot)
+        if isinstance(event, (e.ServerStopped, e.ServerAsleep, e.WorkerStopped)):
+            key = ("worker" if isinstance(event, e.WorkerStopped) else "server", event.slot)
             if self.processes.get(key) == event.incarnation:
                 del self.processes[key]
+                if isinstance(event, e.ServerAsleep):
+                    self.asleep.add(event.slot)
         if isinstance(event, e.TrainerStopped):
             for key in [key for key in self.processes if key[0] == "rank"]:
                 if self.processes[key] == event.incarnation:
                     del self.processes[key]
 
     def _do_start_server(self, action: a.StartServer) -> None:
+        known = {slot.id: slot for slot in self._slots}
+        mine = slot_named(action.slot, known)
+        beside = [slot for slot in self.asleep if slot_named(slot, known).overlaps(mine)]
+        assert not beside, f"{action.slot} is started where {beside} sleeps"
         self._began("server", action.slot)
         super()._do_start_server(action)
 
+    def _do_sleep_server(self, action: a.SleepServer) -> None:
+        self.processes["server", action.slot] = action.incarnation
+        super()._do_sleep_server(action)
+
+    def _do_wake_server(self, action: a.WakeServer) -> None:
+        self.asleep.remove(action.slot)
+        self._began("server", action.slot)
+        super()._do_wake_server(action)
+
     def _do_stop_server(self, action: a.StopServer) -> None:
+        self.asleep.discard(action.slot)
         self.processes["server", action.slot] = action.incarnation
         super()._do_stop_server(action)
 
@@ -240,11 +258,11 @@ def check_move(row: MoveRecord, *, clean: bool) -> None:
     assert times == sorted(times), row
 
 
-def elastic(nodes: str, *, stream: bool, **planner: Any) -> Any:
+def elastic(nodes: str, *, stream: bool, sleep: bool = False, **planner: Any) -> Any:
     return recipe(
         nodes=NODES[nodes],
         run={"name": "world", "steps": 6},
-        rollout={"buckets": [SMALL, LARGE]},
+        rollout={"buckets": [SMALL, LARGE], "sleep": sleep},
         training={
             "groups_per_step": 3,
             "max_staleness": 1,
@@ -263,10 +281,14 @@ def elastic(nodes: str, *, stream: bool, **planner: Any) -> Any:
     seed=st.integers(0, 2**32),
     faults=FAULTS,
     stream=st.booleans(),
+    sleep=st.booleans(),
     interval=st.sampled_from([1, 3, 10]),
 )
-def test_whatever_moves_nothing_is_lost_and_every_move_ends(seed, faults, nodes, stream, interval):
-    setting = elastic(nodes, stream=stream, plan_interval=interval)
+def test_whatever_moves_nothing_is_lost_and_every_move_ends(
+    seed, faults, nodes, stream, sleep, interval
+):
+    setting = elastic(nodes, stream=stream, sleep=sleep, plan_interval=interval)
     world = Watched(Random(seed), faults, setting)
     world.run(most_events=100_000)
     world.check_books()
+    assert not world.asleep, f"left asleep: {world.asleep}"

@@ -13,13 +13,22 @@ from typing import Any, cast
 import pytest
 
 from libra_cli.config.errors import ServerError
-from libra_cli.core.actions import CheckServer, Generate, StartServer, SyncServer
+from libra_cli.core.actions import (
+    CheckServer,
+    Generate,
+    SleepServer,
+    StartServer,
+    SyncServer,
+    WakeServer,
+)
 from libra_cli.core.events import (
     Event,
     PublishedVersion,
+    ServerAsleep,
     ServerChecked,
     ServerFailed,
     ServerSampled,
+    ServerStarted,
     ServerSynced,
     SyncFailed,
     TrainerFailed,
@@ -159,7 +168,7 @@ class Scene:
             (servers, "PROBE_S", 5.0 / SPEED),
             (servers, "CHECK_EVERY_S", 0.5 / SPEED),
             (servers, "server_process", process),
-            (servers, "connect_with", lambda backend: self._connect),
+            (servers, "connect_with", lambda backend: lambda *place: self.connect(*place)),
         ):
             monkeypatch.setattr(module, name, value)
         self.events: list[Event] = []
@@ -191,6 +200,7 @@ class Scene:
             recipe, known, weights, self.slots, lambda group: sampling, post=self.events.append
         )
         self.fakes: dict[str, FakeServer] = {}
+        self.connect: Callable[[str, int, Any, str], FakeServer] = self._connect
 
     async def _start(self, spec: Any) -> None:
         pass
@@ -461,5 +471,58 @@ def test_a_server_that_decodes_with_other_weights_than_it_proved_is_not_synced(m
         assert "decoding differs from scoring the same tokens by 0.5" in event.reason
         server.decodes_off_by = 0.0
         assert isinstance(await scene.servers.sync(action), ServerSynced)
+
+    play(monkeypatch, story)
+
+
+class Sleeper(FakeServer):
+    """One that can sleep, if it has a process that can."""
+
+    can = True
+
+    async def sleep(self) -> None:
+        if not self.can:
+            raise ServerError("no sleep mode")
+
+    async def wake(self) -> None:
+        await self.sleep()
+
+
+def sleepers(scene: Scene) -> None:
+    def connect(slot: str, incarnation: int, endpoint: Any, token: str) -> Sleeper:
+        scene.fakes[slot] = Sleeper(incarnation)
+        return cast("Sleeper", scene.fakes[slot])
+
+    scene.connect = connect
+
+
+def test_a_server_sleeps_and_wakes_under_the_number_that_it_is_given(monkeypatch) -> None:
+    async def story(scene: Scene) -> None:
+        sleepers(scene)
+        before = await scene.start()
+        told = await scene.servers.perform(SleepServer("n/0", 2))
+        assert told == ServerAsleep("n/0", 2)
+        assert before.closed.is_set(), "what was asked of it before is over"
+        sleeping = scene.fakes["n/0"]
+        assert scene.servers.processes.connection("n/0").incarnation == 2
+        assert await scene.servers.perform(WakeServer("n/0", 2)) == ServerStarted("n/0", 2)
+        assert scene.fakes["n/0"] is sleeping, "one connection from its sleep on"
+        scene.servers.processes.exited(Exited("n", process_of("n/0"), 7, -9, "", False))
+        assert (await scene.failed()).incarnation == 2
+
+    play(monkeypatch, story)
+
+
+@pytest.mark.parametrize("can_sleep", [False, True])
+def test_a_server_that_cannot_sleep_says_so(monkeypatch, can_sleep: bool) -> None:
+    async def story(scene: Scene) -> None:
+        if can_sleep:
+            sleepers(scene)
+            monkeypatch.setattr(Sleeper, "can", False)
+        await scene.start()
+        told = await scene.servers.perform(SleepServer("n/0", 2))
+        assert isinstance(told, ServerFailed)
+        assert told.incarnation == 2
+        assert ("no sleep mode" if can_sleep else "cannot sleep") in told.reason
 
     play(monkeypatch, story)

@@ -1052,6 +1052,22 @@ def test_shares_of_a_host_without_gpus_must_be_free_and_hold_what_has_them(
     assert said in "".join(one.what for one in found)
 
 
+@pytest.mark.parametrize(
+    ("gib", "sleep", "warned"), [(51, True, True), (51, False, False), (53, True, False)]
+)
+def test_a_worker_shares_its_gpu_with_what_a_sleeping_server_keeps(
+    gib: int, sleep: bool, warned: bool
+):
+    nodes = [
+        {"host": "gpu-01", "gpus": 2, "slots": 2, "pool": ["rollout", "hybrid"]},
+        {"host": "gpu-02", "gpus": 2, "slots": 2, "pool": "train"},
+    ]
+    setting = recipe(nodes=nodes, rollout={"sleep": sleep})
+    found = examine(case(with_gpus(FIRST, gib, gib), of=setting), quick=True)
+    told = [one.what for one in found if "sleeping server" in one.what]
+    assert [what.split()[4] for what in told] == (["gpu-01/1"] if warned else [])
+
+
 def test_a_server_of_more_gpus_has_room_for_what_one_has_not():
     nodes = [
         {"host": "gpu-01", "gpus": 2, "pool": "rollout"},

@@ -14,6 +14,7 @@ from libra_cli.core.cluster.restarts import MAX_RESTARTS
 from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.launch.process import process_of, worker_of
 from libra_cli.core.reconcile.migration import LIFECYCLE, MigrationPhase
+from libra_cli.core.records import SlotRecord
 from libra_cli.core.types import Plan, Role
 from tests.elastic import Scene, of, scene
 
@@ -450,3 +451,132 @@ def test_when_the_only_server_cannot_be_started_again_another_slot_serves():
     assert servers.replicas[slot].state is S.FAILED
     world.until(lambda: any(s.state is S.SERVING for s in servers.replicas.values()))
     world.steps_on()
+
+
+# -- servers that sleep ---------------------------------------------------------------------------
+
+
+def asleep(world: Scene, slot: str = B1) -> None:
+    """Move the slot to training, where its server sleeps then."""
+    world.order(gradient=1)
+    world.arrive()
+    assert world.state(slot) == (S.ASLEEP, S.TRAINING)
+
+
+def in_sleep(world: Scene, since: int) -> list[type]:
+    """The kinds of orders that servers were given since."""
+    kinds = (a.StartServer, a.StopServer, a.SleepServer, a.WakeServer)
+    return [type(action) for action in world.log[since:] if isinstance(action, kinds)]
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_a_server_that_sleeps_is_woken_and_loads_the_newest_version(gpus):
+    world = scene(gpus=gpus, sleep=True)
+    before = len(world.log)
+    asleep(world)
+    there = world.phases(B1)
+    incarnation = world.machine.servers.replicas[B1].incarnation
+    world.steps_on(2)
+    world.order(gradient=0)
+    world.arrive()
+    assert in_sleep(world, before) == [a.SleepServer, a.WakeServer]
+    server = world.machine.servers.replicas[B1]
+    assert (server.state, server.incarnation, server.restarts) == (S.SERVING, incarnation, 0)
+    assert server.verified is not None
+    assert server.verified.version.step >= world.machine.training.step - 1
+    assert world.moved(B1).state == "done"
+    assert world.phases(B1) in (there, [phase for phase in there if phase != "drain"])
+
+
+def test_on_gpus_a_worker_starts_once_the_server_sleeps_and_it_wakes_once_the_worker_is_gone():
+    world = scene(gpus=True, sleep=True)
+    world.silent = of(e.ServerAsleep, B1)
+    world.order(gradient=1)
+    world.until(lambda: world.kept)
+    assert world.state(B1) == (S.FALLING_ASLEEP, S.IDLE)
+    world.speak()
+    world.arrive()
+    world.silent = of(e.WorkerStopped, B1)
+    world.order(gradient=0)
+    world.until(lambda: world.kept)
+    assert world.state(B1) == (S.ASLEEP, S.STOPPING)
+    world.speak()
+    world.arrive()
+    assert world.state(B1) == (S.SERVING, S.IDLE)
+
+
+def test_status_tells_that_a_server_sleeps_where_a_worker_works():
+    world = scene(sleep=True)
+    asleep(world)
+    row = [row for row in world.rows(SlotRecord) if row.slot == B1][-1]
+    assert (row.role, row.state, row.detail) == (Role.GRADIENT, "training", "its server is asleep")
+
+
+@pytest.mark.parametrize("kind", [e.ServerAsleep, e.ServerStarted])
+def test_a_server_that_cannot_sleep_or_wake_is_ended_and_the_slot_moves_all_the_same(kind):
+    world = scene(sleep=True)
+    if kind is e.ServerStarted:
+        asleep(world)
+    before, world.silent = len(world.log), of(kind, B1)
+    world.order(gradient=int(kind is e.ServerAsleep))
+    world.until(lambda: world.kept)
+    assert world.kept
+    world.kept, world.silent = [], lambda event: False
+    incarnation = world.machine.servers.replicas[B1].incarnation
+    world.give(e.ServerFailed(B1, incarnation, "out of memory"))
+    world.arrive()
+    if kind is e.ServerAsleep:
+        assert world.state(B1) == (S.IDLE, S.TRAINING)
+        assert in_sleep(world, before) == [a.SleepServer, a.StopServer]
+    else:
+        world.until(lambda: world.state(B1)[0] in (S.SERVING, S.IDLE))
+        assert in_sleep(world, before)[:2] == [a.WakeServer, a.StopServer]
+
+
+def test_a_server_that_dies_in_its_sleep_is_a_cold_start_and_disturbs_nobody():
+    world = scene(sleep=True)
+    asleep(world)
+    before = len(world.log)
+    incarnation = world.machine.servers.replicas[B1].incarnation
+    world.give(e.ServerFailed(B1, incarnation, "killed"))
+    world.steps_on(1)
+    assert world.state(B1) == (S.IDLE, S.TRAINING)
+    world.order(gradient=0)
+    world.arrive()
+    assert world.state(B1) == (S.SERVING, S.IDLE)
+    assert in_sleep(world, before) == [a.StopServer, a.StartServer]
+
+
+def test_a_server_of_another_shape_comes_once_the_one_that_sleeps_is_gone():
+    world = scene(sleep=True)
+    shape = dict(world.machine.plan.servers)
+    asleep(world)
+    before = len(world.log)
+    smaller = replace(shape[B1], max_num_seqs=2)
+    world.choose(
+        replace(world.machine.plan, servers=tuple({**shape, B1: smaller}.items()), gradient=())
+    )
+    world.arrive()
+    assert world.machine.servers.replicas[B1].bucket == smaller
+    assert in_sleep(world, before) == [a.StopServer, a.StartServer]
+
+
+def test_a_run_that_ends_ends_the_servers_that_sleep():
+    world = scene(sleep=True)
+    asleep(world)
+    world.give(e.StopRequested(at_once=False, reason="asked"))
+    world.until(lambda: world.end)
+    assert B1 in {stop.slot for stop in world.did(a.StopServer)}
+
+
+def test_an_answer_of_an_earlier_sleep_is_none_of_this_one():
+    world = scene(sleep=True)
+    asleep(world)
+    old = e.ServerAsleep(B1, world.machine.servers.replicas[B1].incarnation)
+    world.order(gradient=0)
+    world.arrive()
+    world.silent = of(e.ServerAsleep, B1)
+    world.order(gradient=1)
+    world.until(lambda: world.kept)
+    world.give(old)
+    assert world.state(B1)[0] is S.FALLING_ASLEEP

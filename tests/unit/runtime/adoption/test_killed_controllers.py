@@ -42,6 +42,7 @@ class KilledWorld(World):
 
     def begin(self) -> None:
         self.memory, self._number = RunMemory(), 0
+        self.done: list[a.RuntimeAction] = []
         self._answers: dict[int, tuple[e.Event, int]] = {}
         self._taken: dict[tuple[int, int, int], list[Any]] = {}
         self._open_log()
@@ -72,6 +73,7 @@ class KilledWorld(World):
 
     def ask(self, number: int, action: a.RuntimeAction) -> None:
         self._number = number
+        self.done.append(action)
         self._perform(action)
         if self._number:  # nothing comes of it
             self.log.happened(None, number, now=self.now)
@@ -216,6 +218,22 @@ def test_nothing_is_restarted_lost_or_trained_twice_when_only_controllers_die(
     assert {step.step for step in world.steps} == {1, 2, 3, 4, 5}
     assert len(world.members) == len(set(world.members)) == 5 * 3 * 2
     assert not [one for one in world.trajectories if one.state == "failed"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_servers_that_sleep_are_adopted_and_woken_by_whoever_controls_the_run(tmp_path, seed):
+    nodes = [
+        {"host": "a", "slots": 2, "pool": "hybrid", "gpus": 2},
+        {"host": "b", "slots": 2, "pool": "hybrid", "gpus": 2},
+        {"host": "c", "pool": "train", "gpus": 1},
+    ]
+    faults = Faults(repeated=0.05, ordered=0.1, replanned=0.05)
+    world = play(tmp_path, seed, faults, 0.05, 0.0, nodes=nodes, rollout={"sleep": True})
+    assert world.killed
+    assert world.end == a.End("finished", "")
+    kinds = {type(action) for action in world.done}
+    assert {a.SleepServer, a.WakeServer} <= kinds
+    assert {one.restarts for one in world.machine.servers.replicas.values()} == {0}
 
 
 @pytest.mark.parametrize("seed", range(3))
