@@ -75,12 +75,15 @@ class PreparedVersion:
         read = mapped_tensors if self._locks is None else shared_tensors
         try:
             for path in sorted(Path(self.directory).glob("*.safetensors")):
-                for name, tensor in read(path):
-                    touch(part_of(tensor, self._region(name)))
-                    self._tensors.append((name, tensor))
-            if self._locks is not None:
-                parts = [part_of(tensor, self._region(name)) for name, tensor in self._tensors]
-                self._locked = self._locks.lock(filter(None, map(span_of, parts)))
+                found = list(read(path))
+                parts = [part_of(tensor, self._region(name)) for name, tensor in found]
+                for part in parts:
+                    touch(part)
+                self._tensors += found
+                if (
+                    self._locks is not None
+                ):  # each by itself, since files may be mapped side by side
+                    self._locked += self._locks.lock(filter(None, map(span_of, parts)))
         except Exception as error:  # noqa: BLE001  raised where the tensors are wanted
             self._problem = error
 
