@@ -68,6 +68,8 @@ class Trouble:
     shm: str = ""
     """The size of /dev/shm."""
     pools: tuple[str, ...] = ("rollout", "train")
+    shared: bool = False
+    """Whether a server and a rank share the first GPU."""
     severity: str = "stops"
 
 
@@ -114,6 +116,21 @@ TROUBLES = {
         env={**SEEN, "FAKE_GPUS": "0 1 2"},
         shm="64m",
         pools=("rollout", "train", "train"),
+    ),
+    "a shared GPU half of which is taken": Trouble(
+        "11.7 GiB of 24.0 GiB of GPU 0 are free, its shares are 21.6 GiB",
+        "share: {rollout: 0.15, train: 0.3}",
+        log(gpu(0, free="12000 MiB")).replace("81559 MiB", "24564 MiB"),
+        env={**SEEN, "FAKE_GPUS": "0"},
+        shared=True,
+    ),
+    "a shared GPU of 24 GB that is free": Trouble(
+        "what is shared is free",
+        "",
+        log(gpu(0, free="24100 MiB")).replace("81559 MiB", "24564 MiB"),
+        env={**SEEN, "FAKE_GPUS": "0"},
+        shared=True,
+        severity="fine",
     ),
 }
 
@@ -164,14 +181,16 @@ def nvidia_smi(directory: Path, trouble: Trouble) -> str:
     return str(directory)
 
 
-def recipe(base: Path, pools: list[str], python: Path) -> Path:
+def recipe(base: Path, trouble: Trouble, python: Path) -> Path:
     positions = {"vocab_size": 300, "max_position_embeddings": 4096}
     replace(named_family("Qwen2.5"), config=positions).write(base / "model")
     save_tokenizer(build_tokenizer(), base / "model", max_len=4096)
-    gpus = len(pools)
-    node = {"host": "local", "gpus": gpus, "slots": gpus, "pool": pools, "python": str(python)}
+    gpus, pools = len(trouble.pools), list(trouble.pools)
+    node = {"gpus": gpus, "slots": gpus, "pool": pools}
+    if trouble.shared:
+        node = {"gpus": 1, "share": {"rollout": 0.3, "train": 0.6}}
     text = {
-        "nodes": [node],
+        "nodes": [{"host": "local", "python": str(python), **node}],
         "model": {"path": str(base / "model")},
         "environment": {"name": "calculator", "tasks": str(base / "tasks.jsonl")},
         "training": {"groups_per_step": 2},
@@ -185,7 +204,7 @@ def recipe(base: Path, pools: list[str], python: Path) -> Path:
 def test_what_is_wrong_is_named_in_time(trouble: Trouble, python: Path, tmp_path: Path):
     place = nvidia_smi(tmp_path / "smi", trouble)
     path = programs(tmp_path / "bin", trouble.without) if trouble.without else os.environ["PATH"]
-    argv = [*LIBRA, "doctor", str(recipe(tmp_path, list(trouble.pools), python)), "--json"]
+    argv = [*LIBRA, "doctor", str(recipe(tmp_path, trouble, python)), "--json"]
     if trouble.shm:
         mount = f'mount -t tmpfs -o size={trouble.shm} tmpfs /dev/shm && exec "$@"'
         argv = ["unshare", "-m", "sh", "-c", mount, "sh", *argv]

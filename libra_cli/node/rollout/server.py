@@ -161,6 +161,8 @@ def main() -> None:
     flag, path, *arguments = sys.argv[1:]
     if flag != "--socket":
         raise SystemExit("usage: server --socket PATH <flags of vLLM's engine>")
+    if "--kv-cache-memory-bytes" in arguments:  # else vLLM prefers what the login's shell says
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     token = read_token(os.environ["LIBRA_TOKEN_FILE"])
     sock = bind_unix(path)  # taken now, answered when there is something to say
     signal.signal(signal.SIGTERM, _stop)
