@@ -186,6 +186,9 @@ CHECKS = (
         (
             Number("start_s", expect=(40, 120)),
             Number("kv_tokens", must=(1, MOST)),
+            Number("v2", expect=YES, gpu_only=True),
+            Number("asynchronous", expect=YES, gpu_only=True),
+            Number("graphs", expect=YES, gpu_only=True),
         ),
         "its log is in gpu-check/work/host; rollout: {engine: safe} leaves graphs out",
     ),

@@ -33,7 +33,14 @@ def start(place: Place) -> dict[str, Any]:
     """Start a server, cold unless this machine has served this model before."""
     server, seconds = place.start(place.model)
     facts = server.play(server.bench.server.facts)
-    return {"start_s": seconds, "kv_tokens": facts.kv_tokens}
+    return {
+        "start_s": seconds,
+        "kv_tokens": facts.kv_tokens,
+        "v2": "runner V2" in facts.engine,
+        "asynchronous": "no async" not in facts.engine,
+        "graphs": "no CUDA graphs" not in facts.engine,
+        "engine": facts.engine,
+    }
 
 
 def versions(place: Place) -> dict[str, Any]:
