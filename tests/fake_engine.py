@@ -61,7 +61,9 @@ class FakeEngine:
     def prepare(self, directory: str) -> bool:
         return True
 
-    def load(self, directory: str, label: str, *, partly: bool) -> tuple[dict[str, Any], list[Any]]:
+    def load(
+        self, directory: str, label: str, *, partly: bool, clear_cache: bool
+    ) -> tuple[dict[str, Any], list[Any]]:
         self.loaded.append(label)
         return {"paused_s": 0.1, **self.unproved}, []
 

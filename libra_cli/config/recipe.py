@@ -388,6 +388,10 @@ class WeightSyncSpec(Section):
     about tensors that cannot be found in the server, as with a quantized one."""
     timeout_s: Annotated[float, Field(gt=0.0)] = 120.0
     """Seconds that a host may go without a byte of a version that it pulls."""
+    clear_cache: bool = True
+    """Clear a server's KV cache when it loads a version, and compute contexts again, as those of
+    turns in flight. False: a trajectory goes on from what older weights have computed of it, none
+    older than those of its first turn (``clear_cache`` of vLLM's and prime-rl's pauses)."""
     trusted_interface: Annotated[str, Field(pattern=r"^[^\s/:]{1,15}$")] | None = None
     """A network interface that all hosts have, eth1 for example, on a network where nobody else can
     listen: new versions go over it unencrypted, by gloo, to the hosts that are up, and as before to

@@ -24,6 +24,7 @@ from libra_cli.core.types import (
     TrajectoryId,
     Version,
     WeightVersion,
+    kv_key,
 )
 
 
@@ -345,6 +346,13 @@ class Generate(ActionBase):
     priority: int
     routes_from: Tokens = 0
     """The first token of the prompt of which it is not known which experts it was routed to."""
+    kv_since: WeightVersion | None = None
+    """The oldest version whose KV cache it may use; None: that of ``cache_key`` alone."""
+
+    @property
+    def kv_key(self) -> WeightVersion:
+        """The name under which its KV is cached."""
+        return kv_key(self.cache_key, self.kv_since)
 
     def failed(self, reason: str) -> e.TurnFailed:
         return e.TurnFailed(self.request, self.trajectory, self.slot, self.incarnation, reason)

@@ -103,6 +103,15 @@ class WeightVersion(NamedTuple):
         return f"e{self.trainer_incarnation}v{self.step}"
 
 
+def kv_key(served: WeightVersion, since: WeightVersion | None) -> WeightVersion:
+    """Return the version under whose name KV is cached for one who may use KV of versions from
+    ``since`` on, at a server of weights ``served``; None: of these alone.
+
+    What is cached under a name is of this version or of newer ones.
+    """
+    return served if since is None else min(served, since)
+
+
 STARTED_WITH = WeightVersion(0, 0)
 """The weights of the directory that a server was started with.
 

@@ -139,8 +139,9 @@ class Workload:
     waits for a trajectory that would be ``late`` versions over the bound (infinity: for none).
     ``group_size`` trajectories begin together and have one prompt; their places are free once the
     longest of ``holders`` of them, drawn at random, has ended. ``extras`` is what is played without
-    being trained, and trained without being played. No sample is beyond the ``limits``: it is cut
-    there, whoever made it or stretched it. Raises ValueError without samples or work.
+    being trained, and trained without being played. With ``keeps_kv`` new weights do not
+    empty the prefix caches. No sample is beyond the ``limits``: it is cut there, whoever made it or
+    stretched it. Raises ValueError without samples or work.
     """
 
     samples: tuple[TrajectorySample, ...]
@@ -151,6 +152,7 @@ class Workload:
     holders: float = 1.0
     extras: BatchOverhead = BatchOverhead()
     limits: TrajectoryLimits | None = None
+    keeps_kv: bool = False
     # Sums over the samples, made once: planning asks for them thousands of times.
     mean_generated: float = field(init=False, compare=False, repr=False)
     """Mean generated tokens of a trajectory."""

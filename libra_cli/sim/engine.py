@@ -197,6 +197,8 @@ class Engine:
         # Of its requests, those that begin in it; and how long the next one is held up.
         self._entered = 0
         self._held_s: Seconds = 0.0
+        # Whether nothing that was computed may be used by the next one.
+        self._clears = False
         # Whether a request submitted now could join before this segment's end.
         self._open = True
         self._aborted: list[_Live] = []
@@ -279,9 +281,11 @@ class Engine:
         self._cut(now)
         self.cost = cost
 
-    def stall(self, seconds: Seconds, now: Seconds) -> None:
-        """Do nothing for so long from the next step boundary on, as while weights are loaded."""
+    def load(self, seconds: Seconds, now: Seconds, *, clear_cache: bool) -> None:
+        """Load weights at the next step boundary, for so long; with ``clear_cache`` everything is
+        dropped that was computed with the ones before, of live requests too."""
         self._cut(now)
+        self._clears = self._clears or clear_cache
         if self._requests:
             self._held_s += seconds
 
@@ -330,6 +334,8 @@ class Engine:
         self._chunks = []
         self._chunk = self._entered = 0
         self._pairs = 0.0
+        if self._clears:
+            self._clear()
         before = self.preemptions
         if self._cache.held + self._takes[self._steps % self.block_tokens] > self._cache.total:
             self._make_room_to_decode()
@@ -593,7 +599,21 @@ class Engine:
         while cache.held + self._takes[self._steps % cache.size] > cache.total:
             self._preempt(self._victim())
 
+    def _clear(self) -> None:
+        """Push back everything that runs, so that nothing holds the cache, and drop that."""
+        self._clears = False
+        for live in list(self._running.values()):
+            self._push_back(live)
+        self._ending.clear()
+        self._cache.flush()
+
     def _preempt(self, live: _Live) -> None:
+        """Take a running request's place, for want of memory."""
+        live.preemptions += 1
+        self.preemptions += 1
+        self._push_back(live)
+
+    def _push_back(self, live: _Live) -> None:
         """Send a running request back to its old place in the queue."""
         if live.decoding:
             self._stop_decoding(live)
@@ -603,8 +623,6 @@ class Engine:
         live.known = max(live.known, live.computed)
         live.target = live.request.prompt + live.generated
         live.computed = 0
-        live.preemptions += 1
-        self.preemptions += 1
         priority = live.request.priority if self.by_priority else 0
         heappush(self._waiting, (priority, live.seq, live))
 

@@ -84,7 +84,7 @@ class SimServers:
             session=who,
             prompt=len(action.prompt_ids),
             generate=play.wanted,
-            cache_key=action.cache_key,
+            cache_key=action.kv_key,
             shared=((who.group, play.episode.task), play.episode.prompt),
             known=play.known,
         )
@@ -146,8 +146,12 @@ class SimServers:
         took = self._scene.sync_s if action.published.version.step else 0.0
         at = self._time.now + took
         engine = self.engines[action.slot]
-        if took and self._scene.stall_s:
-            engine.stall(self._scene.stall_s, self._time.now)
+        if took:
+            engine.load(
+                self._scene.stall_s,
+                self._time.now,
+                clear_cache=self._scene.recipe.weight_sync.clear_cache,
+            )
             self._dirty[action.slot] = engine
         new = action.published
         event = e.ServerSynced(

@@ -8,7 +8,7 @@ import shutil
 import signal
 import warnings
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +49,23 @@ class Weights:
         chosen = torch.tensor(token_ids[1:]).unsqueeze(1)
         values = torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1).tolist()
         return [float(value) for value in values]
+
+    def logprobs_after(self, token_ids: list[int], known: int) -> list[float]:
+        """Of the tokens after the next: the second model's, given the first one's keys and values
+        of the ``known`` tokens before."""
+        ids = torch.tensor([token_ids])
+        with torch.no_grad():
+            cache = self.models[0](ids[:, :known], use_cache=True).past_key_values
+            logits = self.models[1](ids[:, known:], past_key_values=cache).logits[0, :-1].float()
+        chosen = ids[0, known + 1 :].unsqueeze(1)
+        values = torch.log_softmax(logits, -1).gather(1, chosen).squeeze(1).tolist()
+        return [float(value) for value in values]
+
+
+def mean_gap(expected: Sequence[float], measured: Sequence[float]) -> float:
+    """Mean absolute difference, in nats, over as many as both have."""
+    gaps = [abs(one - other) for one, other in zip(expected, measured, strict=False)]
+    return sum(gaps) / len(gaps)
 
 
 @pytest.fixture(scope="module")
@@ -269,16 +286,20 @@ def test_log_probabilities_of_generated_tokens_equal_transformers(bench, weights
     assert done.newest == done.cache_key == (1, 1)
 
 
-def test_weights_change_in_flight_and_every_token_knows_its_version(bench, weights):
+@pytest.mark.parametrize("clear", [True, False], ids=["cleared", "kept"])
+def test_weights_change_in_flight_and_every_token_knows_its_version(bench, weights, clear):
     async def scene(delay_s: float):
         await bench.server.load(str(weights.versions[0]), published(1), timeout_s=60)
+        before = await bench.server.sample()
         long = asyncio.create_task(bench.server.generate(turn([1, 2, 3], max_tokens=480), SAMPLING))
         await asyncio.sleep(delay_s)
-        await bench.server.load(str(weights.versions[1]), published(2), timeout_s=60)
-        return await long
+        await bench.server.load(
+            str(weights.versions[1]), published(2), timeout_s=60, clear_cache=clear
+        )
+        return await long, before, await bench.server.sample()
 
     for attempt in range(40):  # it may end before the load, or begin after it: then try again
-        done = bench.play(lambda attempt=attempt: scene(0.01 * (attempt % 8)))
+        done, before, now = bench.play(lambda attempt=attempt: scene(0.01 * (attempt % 8)))
         assert isinstance(done, TurnGenerated)
         if len(done.spans) == 2:
             break
@@ -288,11 +309,16 @@ def test_weights_change_in_flight_and_every_token_knows_its_version(bench, weigh
     assert (first.version, second.version) == (1, 2)
     assert (first.start, first.end, second.end) == (0, second.start, len(done.token_ids))
     assert done.newest == (1, 2)
-    expected = weights.logprobs(0, [*done.prompt_ids, *done.token_ids])[2:]
-    before = [abs(a - b) for a, b in zip(expected, done.logprobs, strict=True)][: first.end]
-    assert sum(before) / len(before) < 1e-4
-    reading: ServerSampled = bench.play(bench.server.sample)
-    assert reading.preemptions == 0, "a load pushes turns back, and says nothing of the KV cache"
+    ids = [*done.prompt_ids, *done.token_ids]
+    assert mean_gap(weights.logprobs(0, ids)[2:], done.logprobs[: first.end]) < 1e-4
+    # The last token of the first version is what the second one's first step begins with.
+    known = 3 + first.end - 1
+    ways = [weights.logprobs(1, ids)[known:], weights.logprobs_after(ids, known)]
+    gaps = [mean_gap(way, done.logprobs[first.end :]) for way in ways]
+    assert gaps[not clear] < 1e-4 < 1e-2 < gaps[clear], "computed again, or not, as it was asked"
+    computed = now.metrics["prefill_tokens"] - before.metrics["prefill_tokens"]
+    assert computed == (3 + known + 1 if clear else 3)
+    assert now.preemptions == 0, "a load pushes turns back, and says nothing of the KV cache"
 
 
 def test_the_probe_tells_one_version_from_another(bench, weights):
@@ -346,6 +372,32 @@ def test_kv_of_one_version_is_not_reused_under_the_next(bench, weights):
     expected = weights.logprobs(1, [*done.prompt_ids, *done.token_ids])[len(prompt) - 1 :]
     gaps = [abs(a - b) for a, b in zip(expected, done.logprobs, strict=True)]
     assert sum(gaps) / len(gaps) < 1e-4
+
+
+def test_a_trajectory_goes_on_from_what_older_weights_have_computed_where_that_is_kept(
+    bench, weights
+):
+    prompt, block = list(range(3, 200)), 128  # vLLM's block on CPUs: what is found are whole ones
+
+    async def scene():
+        await bench.server.load(str(weights.versions[0]), published(5), timeout_s=60)
+        first = turn(prompt, max_tokens=1, version=5)
+        await bench.server.generate(first, SAMPLING)
+        second = str(weights.versions[1])
+        await bench.server.load(second, published(6), timeout_s=60, clear_cache=False)
+        begun = turn(prompt, max_tokens=4, version=6)
+        goes_on = replace(begun, kv_since=first.cache_key)
+        return [await bench.server.generate(one, SAMPLING) for one in (goes_on, begun)]
+
+    ways = []
+    for done in bench.play(scene):
+        ids = [*done.prompt_ids, *done.token_ids]
+        kept = weights.logprobs_after(ids, block)[len(prompt) - block - 1 :]
+        fresh = weights.logprobs(1, ids)[len(prompt) - 1 :]
+        ways.append([mean_gap(way, done.logprobs) for way in (kept, fresh)])
+    (goes_on, begun) = ways
+    assert goes_on[0] < 1e-4 < 1e-2 < goes_on[1]
+    assert begun[1] < 1e-4 < 1e-2 < begun[0], "another trajectory has KV of its own version"
 
 
 def test_a_request_that_is_itself_wrong_is_refused_and_not_retried(bench):

@@ -62,7 +62,9 @@ class AtOnceEngine:
         """Have everything already."""
         return True
 
-    def load(self, directory: str, label: str, *, partly: bool) -> tuple[Answer, list[Any]]:
+    def load(
+        self, directory: str, label: str, *, partly: bool, clear_cache: bool
+    ) -> tuple[Answer, list[Any]]:
         """Say so of any version."""
         self._label = label
         proof: Answer = {"different": [], "untraced": []}

@@ -185,7 +185,7 @@ def tried(family: Family, base: Path) -> Row:
     for number in (0, 1):
         while not engine.prepare(str(versions[number])):
             pass
-        answer, _ = engine.load(str(versions[number]), str(number), partly=True)
+        answer, _ = engine.load(str(versions[number]), str(number), partly=True, clear_cache=True)
         problems += [*answer["different"], *answer["untraced"]]
         if answer["different"]:
             break

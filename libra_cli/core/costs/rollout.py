@@ -30,11 +30,12 @@ half of the way each round. At a bound of 0 they take turns, F is 1, and T is ro
 steps that read all of them, times the share that those of the batch take (``step_share``), which
 follows from T as the rest does.
 
-**Computed again.** New weights empty the prefix caches once a step, and a trajectory computes its
-context again at the first turn after. By Little's law ``live`` are in play, with ``context`` tokens
-each; ``boundaries`` are the contexts at all turns but the first ones. So many of these tokens meet
-new weights: boundaries (1 - exp(-live context / boundaries)). Not where each batch waits for the
-one before. Of g siblings with one prompt on k servers, k (1 - (1 - 1 / k)^g) compute it.
+**Computed again.** New weights empty the prefix caches once a step, unless they are kept, and a
+trajectory computes its context again at the first turn after. By Little's law ``live`` are in play,
+with ``context`` tokens each; ``boundaries`` are the contexts at all turns but the first ones. So
+many of these tokens meet new weights: boundaries (1 - exp(-live context / boundaries)). Not where
+each batch waits for the one before. Of g siblings with one prompt on k servers,
+k (1 - (1 - 1 / k)^g) compute it.
 
 Limit: means. How evenly a scheduler fills its servers, what its moves compute again, and bursts of
 trajectories that end together are not in here.
@@ -183,7 +184,7 @@ class EqualServers:
             decoding = live * slower * mine.engine_s / in_play_s
             share = (share + self.cost.step_share(decoding)) / 2
             again = (again + _met(live * context, mine.boundaries)) / 2
-            again *= not workload.takes_turns
+            again *= not (workload.takes_turns or workload.keeps_kv)
             training = (training + self.train_s / np.maximum(seconds, self.train_s)) / 2
         return time
 

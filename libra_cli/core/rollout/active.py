@@ -79,6 +79,8 @@ class ActiveTrajectory:
     #: What it waits for or waited for last, and the cache key of its last turn.
     asked: Request | None = None
     turn_key: WeightVersion | None = None
+    #: The version of its first turn, where KV is kept over loads: it uses none of older ones.
+    kv_since: WeightVersion | None = None
     prompt: Tokens = 0
     #: The digest of what it was shown last: its prompt, or an observation.
     shown: int = 0
@@ -115,5 +117,6 @@ class ActiveTrajectory:
             waiting_since=now,
             last_slot=self.slot,
             last_key=self.turn_key,
+            kv_since=self.kv_since,
             expected=self.expected,
         )

@@ -94,6 +94,7 @@ from libra_cli.core.types import (
     Version,
     WeightVersion,
     is_evaluation,
+    kv_key,
 )
 
 if TYPE_CHECKING:
@@ -141,10 +142,11 @@ class Trajectories:
         evaluations: EvaluationLedger,
         *,
         needs_seats: bool = True,
+        keeps_kv: bool = False,
         teacher: TeacherQueue | None = None,
     ) -> None:
-        """Take the parts that trajectories need; ``needs_seats``:
-        whether they are played on servers.
+        """Take the parts that trajectories need; ``needs_seats``: whether they are played on
+        servers, and ``keeps_kv``: whether these keep their KV cache over loads.
         """
         self.teacher = teacher
         self._ledger = ledger
@@ -155,6 +157,7 @@ class Trajectories:
         self._estimator = scheduler.policy.estimator
         self._limits = limits
         self.needs_seats = needs_seats
+        self._keeps_kv = keeps_kv
         self.active: dict[TrajectoryId, ActiveTrajectory] = {}
         self._parked: dict[SlotId, dict[int, TurnGenerated]] = {}
         self._requests = 0
@@ -305,6 +308,7 @@ class Trajectories:
             max_tokens=active.left_to_generate(self._limits),
             cache_key=server.verified.version,
             priority=active.trajectory.id.group,
+            kv_since=active.kv_since,
             routes_from=0 if active.trajectory.routes is None else active.trajectory.routes.end,
         )
 
@@ -585,9 +589,11 @@ class Trajectories:
         active.broke_at.clear()
         if self._fatal_prompts:
             self._fatal_prompts.cleared(active.trajectory.id)
-        append_turn(active.trajectory, event)
+        active.turn_key = kv_key(event.cache_key, active.kv_since)
+        append_turn(active.trajectory, event, kv=active.turn_key)
         self._context_tokens += len(event.token_ids)
-        active.turn_key = event.cache_key
+        if self._keeps_kv and active.kv_since is None and event.token_ids:
+            active.kv_since = event.cache_key
         active.parts.append(event)
         if event.finish_reason == ABORTED and active.left_to_generate(self._limits) > 0:
             self._wait(active, now)

@@ -25,8 +25,11 @@ LENGTH = "length"
 """The finish reason of a turn that had no tokens left."""
 
 
-def append_turn(trajectory: Trajectory, turn: TurnGenerated) -> None:
-    """Add what was generated, with its log-probabilities and versions.
+def append_turn(
+    trajectory: Trajectory, turn: TurnGenerated, *, kv: WeightVersion | None = None
+) -> None:
+    """Add what was generated, with its log-probabilities and versions; ``kv`` is the oldest version
+    whose KV it may have used, None its ``cache_key``.
 
     Raises:
         IllegalMove: the turn answers another prompt than the trajectory's tokens.
@@ -41,7 +44,8 @@ def append_turn(trajectory: Trajectory, turn: TurnGenerated) -> None:
     trajectory.logprobs.extend(turn.logprobs)
     trajectory.loss_mask.frombytes(b"\x01" * said)
     first = not trajectory.spans
-    key: WeightVersion | None = turn.cache_key if turn.newest == turn.cache_key else None
+    alone = turn.newest == turn.cache_key == (kv or turn.cache_key)
+    key: WeightVersion | None = turn.cache_key if alone else None
     for span in turn.spans:
         trajectory.add_span(VersionSpan(span.version, start + span.start, start + span.end))
         if span.version != turn.cache_key.step:

@@ -131,6 +131,7 @@ def assemble(
         _limits(recipe.rollout, recipe.model.max_len),
         evaluations,
         needs_seats=not recipe.demonstrations,
+        keeps_kv=not recipe.weight_sync.clear_cache,
         teacher=algorithm.objective.teacher(),
     )
     by_id = {slot.id: slot for slot in slots}

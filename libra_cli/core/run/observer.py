@@ -70,6 +70,7 @@ def workload_of(
         holders=rule_of(recipe.training).holders(recipe.group_size),
         extras=extras or extras_of(recipe),
         limits=limits_of(recipe),
+        keeps_kv=not recipe.weight_sync.clear_cache,
     )
 
 

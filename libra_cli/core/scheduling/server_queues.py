@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from libra_cli.core.costs.law import ServerLaw
-from libra_cli.core.types import Bucket, Seconds, SlotId, Tokens, TrajectoryId, WeightVersion
+from libra_cli.core.types import (
+    Bucket,
+    Seconds,
+    SlotId,
+    Tokens,
+    TrajectoryId,
+    WeightVersion,
+    kv_key,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +28,9 @@ class Request:
     """A trajectory that wants its next turn generated: all that a policy may know of it.
 
     ``context`` are its tokens now, ``generated`` those the model produced, ``tools`` the finished
-    tool calls. ``last_key`` is the weight version its last turn was generated with. ``expected``
-    are the tokens it has yet to generate, by the policy's estimator; 0 where there is none.
+    tool calls. ``last_key`` is the ``kv_key`` of its last turn, and ``kv_since`` the oldest version
+    whose KV it may use; None: that of its server alone. ``expected`` are the tokens it has yet to
+    generate, by the policy's estimator; 0 where there is none.
     """
 
     trajectory: TrajectoryId
@@ -33,6 +42,7 @@ class Request:
     last_slot: SlotId | None
     last_key: WeightVersion | None
     expected: float = 0.0
+    kv_since: WeightVersion | None = None
 
 
 @dataclass(slots=True)
@@ -85,8 +95,9 @@ class ServerQueue:
         return len(self.inside) < self.bucket.max_num_seqs
 
     def holds_prefix_of(self, request: Request) -> bool:
-        """Whether the server has computed the request's context with the weights it has now."""
-        return self.slot == request.last_slot and self.key == request.last_key
+        """Whether the server has computed the request's context, with weights that it may use."""
+        key = kv_key(self.key, request.kv_since)
+        return self.slot == request.last_slot and key == request.last_key
 
     def enqueue(self, request: Request, rank: float, order: int) -> None:
         """Put a request in the queue; lower ranks leave first."""

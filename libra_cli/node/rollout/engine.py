@@ -140,7 +140,7 @@ class VllmEngine:
             pooling_params=None,
             arrival_time=time.time(),
             lora_request=None,
-            # KV of one version is never reused under another.
+            # KV is reused only under the same salt: that of older versions where it is asked for.
             cache_salt=order["cache_salt"],
             data_parallel_rank=None,
             priority=order["priority"],
@@ -207,8 +207,11 @@ class VllmEngine:
         return ended
 
     def _count_all(self, stats: SchedulerStats) -> None:
-        self._counters["prefix_queries"] += stats.prefix_cache_stats.queries
-        self._counters["prefix_hits"] += stats.prefix_cache_stats.hits
+        cache = stats.prefix_cache_stats
+        self._counters["prefix_queries"] += cache.queries
+        self._counters["prefix_hits"] += cache.hits
+        again = cache.preempted_queries - cache.preempted_hits
+        self._counters["prefill_tokens"] += cache.queries - cache.hits + again
         drafts = stats.spec_decoding_stats
         if drafts is not None:
             self._counters["draft_tokens"] += drafts.num_draft_tokens
@@ -267,11 +270,14 @@ class VllmEngine:
         """Have workers bring a version into memory beside the turns; tells whether they have."""
         return all(self._core.collective_rpc("prepare_version", kwargs={"directory": directory}))
 
-    def load(self, directory: str, label: str, *, partly: bool) -> tuple[Answer, list[Any]]:
+    def load(
+        self, directory: str, label: str, *, partly: bool, clear_cache: bool
+    ) -> tuple[Answer, list[Any]]:
         """Load a version in place and say what of it is not held as it was published.
 
         An adapter is merged into the base model's tensors (``merged_weights``).
-        Turns in flight are kept; their contexts are computed anew by the new version. Also returned
+        Turns in flight are kept; their contexts are computed anew by the new version, or without
+        ``clear_cache`` stay as older ones have computed them, as does the cache. Also returned
         are the turns that ended while the steps begun before it were awaited. If the load fails or
         anything differs, nothing is generated any more: the engine may hold parts of two versions.
         With ``partly`` it goes on if tensors cannot be found in it, as long as none found differs.
@@ -282,7 +288,7 @@ class VllmEngine:
         if self._is_asleep:
             raise RuntimeError(f"{label} cannot be loaded: this server is asleep")
         started = time.monotonic()
-        ended = self._pause()
+        ended = self._pause(clear_cache=clear_cache)
         paused = time.monotonic()
         arguments = {"directory": directory}
         workers = self._core.collective_rpc("load_version", kwargs=arguments)
@@ -302,15 +308,17 @@ class VllmEngine:
         }
         return answer, ended
 
-    def _pause(self) -> list[Any]:
-        """Generate nothing from now on, and keep nothing cached; return the turns that ended while
-        the steps begun before were awaited."""
+    def _pause(self, *, clear_cache: bool) -> list[Any]:
+        """Generate nothing from now on, and with ``clear_cache`` keep nothing cached; return the
+        turns that ended while the steps begun before were awaited."""
         self._scheduler.set_pause_state(PauseState.PAUSED_ALL)
         ended = []
         while self._core.batch_queue:
             ended += self.step()
-        self._pushed_back |= {request.request_id for request in self._scheduler.running}
-        self._core.pause_scheduler("keep", clear_cache=True)
+        if clear_cache:
+            self._pushed_back |= {request.request_id for request in self._scheduler.running}
+        # The cache of encoded images stays as well: versions all have the same vision tower.
+        self._core.pause_scheduler("keep", clear_cache=clear_cache)
         return ended
 
     def sleep(self) -> list[Any]:
@@ -324,7 +332,7 @@ class VllmEngine:
             return []
         if self._turns:
             raise RuntimeError(f"this server cannot sleep: {len(self._turns)} turns are in it")
-        ended = self._pause()
+        ended = self._pause(clear_cache=True)
         self._core.collective_rpc("fall_asleep")
         self._is_asleep, self._label = True, UNKNOWN_VERSION
         return ended
@@ -340,7 +348,8 @@ class VllmEngine:
 
         ``running`` and ``waiting`` are turns, ``kv_use`` is a share of the KV cache; ``steps``,
         ``generated_tokens``, ``preemptions``, ``prefix_queries`` and ``prefix_hits`` (tokens) are
-        counts; ``queue_time_s_sum`` and ``queue_time_s_count`` are seconds that turns waited. With
+        counts, and so is ``prefill_tokens``, of contexts that were computed, once or again;
+        ``queue_time_s_sum`` and ``queue_time_s_count`` are seconds that turns waited. With
         speculative decoding also: ``draft_steps``, ``draft_tokens`` and ``accepted_tokens``; with a
         head, and once a version was loaded, ``draft_lag``: the steps of training that it is behind.
         """

@@ -16,8 +16,8 @@ See ``node.control`` for the form of the stream; the run's token is read from LI
     prepare     directory                               done: workers have the version in memory;
                                                         nothing waits for it, so ask again. loads:
                                                         how many have begun here
-    load        directory, label, partly, loads         load_s, proof_s, paused_s, different,
-                                                        untraced; see ``VllmEngine.load``. Refused
+    load        directory, label, partly,               load_s, proof_s, paused_s, different,
+                clear_cache, loads                      untraced; see ``VllmEngine.load``. Refused
                                                         if others have begun since ``loads``
     sleep       {}                                      {}: weights and KV cache are given back
     wake        {}                                      {}: it can load a version again, and must
@@ -118,7 +118,10 @@ class Server(ControlServer):
             )
         self._loads += 1
         answer, ended = self._engine.load(
-            order["directory"], order["label"], partly=order["partly"]
+            order["directory"],
+            order["label"],
+            partly=order["partly"],
+            clear_cache=order["clear_cache"],
         )
         self._reply(ended)
         return answer

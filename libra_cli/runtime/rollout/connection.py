@@ -76,8 +76,8 @@ class ServerConnection(Protocol):
         """Generate one turn, with the log-probability and the weight version of every token;
         ``images`` are those that tokens of the prompt stand for.
 
-        Never raises: a failure is an event of its own. KV of one weight version is never reused
-        under another (``action.cache_key``).
+        Never raises: a failure is an event of its own. KV is reused of weight versions from
+        ``action.kv_key`` on, never of older ones.
         """
         ...
 
@@ -86,11 +86,18 @@ class ServerConnection(Protocol):
         ...
 
     async def load(
-        self, directory: str, published: PublishedVersion, *, timeout_s: float, partly: bool = False
+        self,
+        directory: str,
+        published: PublishedVersion,
+        *,
+        timeout_s: float,
+        partly: bool = False,
+        clear_cache: bool = True,
     ) -> float:
         """Load a version in place, in flight. Returns the seconds generation stood still.
 
-        A server that then holds other tensors than were published, or with ``partly`` False some of
+        Without ``clear_cache`` turns in flight and later ones may use KV of the versions before. A
+        server that then holds other tensors than were published, or with ``partly`` False some of
         which it cannot tell, generates no more and says so by a ServerError.
         """
         ...

@@ -263,6 +263,7 @@ class Servers:
                 published,
                 timeout_s=limit_s,
                 partly=self._spec.tolerance is not None,
+                clear_cache=self._spec.clear_cache,
             )
 
     async def check(self, action: CheckServer) -> Event | None:

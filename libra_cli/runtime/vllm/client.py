@@ -117,7 +117,7 @@ class ServerClient(ControlClient):
         order = _order(
             action.prompt_ids,
             max_tokens=action.max_tokens,
-            cache_salt=action.cache_key.label,
+            cache_salt=action.kv_key.label,
             priority=action.priority,
             sampling=sampling,
             routes_from=action.routes_from,
@@ -150,7 +150,13 @@ class ServerClient(ControlClient):
 
     @reads_answers(ServerError)
     async def load(
-        self, directory: str, published: PublishedVersion, *, timeout_s: float, partly: bool = False
+        self,
+        directory: str,
+        published: PublishedVersion,
+        *,
+        timeout_s: float,
+        partly: bool = False,
+        clear_cache: bool = True,
     ) -> float:
         """Load a version in place, in flight. Returns the seconds generation stood still.
 
@@ -159,7 +165,13 @@ class ServerClient(ControlClient):
         """
         loads = await self._prepare(directory, timeout_s)
         label = published.version.label
-        order = {"directory": directory, "label": label, "partly": partly, "loads": loads}
+        order = {
+            "directory": directory,
+            "label": label,
+            "partly": partly,
+            "clear_cache": clear_cache,
+            "loads": loads,
+        }
         answer = await self._call("load", order, timeout_s=timeout_s)
         if answer["different"]:
             raise ServerError(f"{self.slot}: {_first_of(answer['different'])}")

@@ -42,6 +42,12 @@ METRICS: Mapping[str, Callable[[Page, Page], float | None]] = {
 }
 """Functions that compute each metric from the reading before (empty at first) and this one."""
 
+PREFILL: Mapping[str, Callable[[Page, Page], float | None]] = {
+    # Tokens of contexts that it has computed since its start, once or again.
+    "prefill_tokens": lambda before, now: now["prefill_tokens"],
+}
+"""Functions that compute the metrics of servers with a prefix cache."""
+
 SPECULATIVE: Mapping[str, Callable[[Page, Page], float | None]] = {
     # Of tokens that drafts guessed, those that were right.
     "draft_acceptance": share_since("accepted_tokens", "draft_tokens"),
@@ -62,6 +68,7 @@ def named(before: Page, now: Page) -> dict[str, float | None]:
     """Every metric that a server with these counters has."""
     metrics = {
         **METRICS,
+        **(PREFILL if "prefill_tokens" in now else {}),
         **(SPECULATIVE if "draft_steps" in now else {}),
         **(HEAD if "draft_lag" in now else {}),
     }

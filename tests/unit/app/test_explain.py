@@ -137,6 +137,7 @@ def test_a_section_lists_its_keys():
         "keep_versions",
         "tolerance",
         "timeout_s",
+        "clear_cache",
         "trusted_interface",
     ]
     assert all(meaning for _, meaning in one.keys)

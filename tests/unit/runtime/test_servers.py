@@ -59,6 +59,7 @@ class FakeServer:
         self.looks = 0
         self.decodes_off_by: float | None = None
         self.closed = asyncio.Event()
+        self.loads: list[dict[str, Any]] = []
 
     async def _answer(self) -> None:
         if self.frozen.is_set():
@@ -88,6 +89,7 @@ class FakeServer:
         return ServerSampled("n/0", self.incarnation, 1, 0, 0.5, None, 0, self.tokens)
 
     async def load(self, directory: str, published: PublishedVersion, **options: Any) -> float:
+        self.loads.append(options)
         if self.decodes_off_by is None:
             raise ServerError("holds other tensors than were published")
         return 0.0
@@ -185,8 +187,9 @@ class Scene:
             start=self._start,
             dial=self.host.dial,
         )
+        self.sync = SimpleNamespace(timeout_s=120.0, tolerance=None, clear_cache=True)
         recipe: Any = SimpleNamespace(
-            weight_sync=SimpleNamespace(timeout_s=120.0, tolerance=None),
+            weight_sync=self.sync,
             rollout=SimpleNamespace(backend="vllm"),
             model=SimpleNamespace(dtype="float32"),
             training=SimpleNamespace(lora=None),
@@ -428,6 +431,18 @@ def test_a_server_that_refuses_checks_is_asked_until_its_time_is_up(monkeypatch)
         fake.check = refuse  # type: ignore[method-assign]
         event = await scene.servers.check(CheckServer("n/0", 1))
         assert isinstance(event, ServerFailed)
+
+    play(monkeypatch, story)
+
+
+@pytest.mark.parametrize("clear", [True, False])
+def test_a_load_clears_the_cache_as_the_recipe_says(monkeypatch, clear: bool) -> None:
+    async def story(scene: Scene) -> None:
+        server = await scene.start()
+        scene.sync.clear_cache = clear
+        published = PublishedVersion(WeightVersion(2, 7), 100, 0.0)
+        await scene.servers.sync(SyncServer("n/0", 1, published))
+        assert [one["clear_cache"] for one in server.loads] == [clear]
 
     play(monkeypatch, story)
 

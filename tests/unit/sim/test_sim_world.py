@@ -6,12 +6,14 @@ from random import Random
 
 import pytest
 
+from libra_cli.core.actions import Generate
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.scheduling.policy import POLICIES
-from libra_cli.core.types import Plan, Pool, Slot, TrajectoryId
+from libra_cli.core.types import Plan, Pool, Slot, TrajectoryId, WeightVersion
 from libra_cli.plugins.finding import find
+from libra_cli.sim.servers import SimServers
 from libra_cli.sim.world import World
 from tests import sim_scene
 
@@ -54,6 +56,36 @@ def test_settling_after_every_event_finds_nothing_more_to_do(
     quick = run(here=scene).recording
     monkeypatch.setattr(Machine, "_is_quiet", lambda self, event: False)
     assert run(here=scene).recording == quick
+
+
+def test_kept_kv_is_never_older_than_a_trajectory_s_first_turn_and_spares_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Generate] = []
+    generate = SimServers._generate
+
+    def seen(servers: SimServers, action: Generate) -> None:
+        asked.append(action)
+        generate(servers, action)
+
+    monkeypatch.setattr(SimServers, "_generate", seen)
+    scene = sim_scene.scene(steps=6)
+    again = {}
+    for clear in (True, False):
+        asked.clear()
+        sync = scene.recipe.weight_sync.model_copy(update={"clear_cache": clear})
+        recipe = scene.recipe.model_copy(update={"weight_sync": sync})
+        world = run(here=replace(scene, recipe=recipe))
+        engines = [*world.servers.engines.values(), *(one for _, one in world.servers.retired)]
+        again[clear] = sum(engine.reprefilled_tokens for engine in engines)
+        first: dict[TrajectoryId, WeightVersion] = {}
+        for turn in asked:
+            begun = first.setdefault(turn.trajectory, turn.cache_key)
+            oldest = turn.cache_key if clear else min(begun, turn.cache_key)
+            assert turn.kv_key == oldest
+        older = sum(turn.kv_key < turn.cache_key for turn in asked)
+        assert older == 0 if clear else older > 20
+    assert again[False] < again[True] / 2
 
 
 def test_no_group_is_played_again_for_its_age() -> None:

@@ -103,6 +103,7 @@ def test_contexts_are_computed_again_at_the_turns_after_new_weights_only() -> No
     fixed = time_of(SERVER, one_turn).work_s
     assert time_of(SERVER, waits).work_s == pytest.approx(fixed)
     assert fixed < time_of(SERVER, many).work_s <= fixed + 64 * 9 * 550 * 1e-4
+    assert time_of(SERVER, replace(many, keeps_kv=True)).work_s == pytest.approx(fixed)
 
 
 @given(samples=SAMPLES, seats=st.integers(8, 64), overlap=st.sampled_from([1.0, 2.0, 5.0]))

@@ -65,6 +65,14 @@ def test_a_trajectory_is_of_one_version_if_each_of_its_turns_is_throughout(turns
     assert trajectory.single_version == expected
 
 
+@pytest.mark.parametrize(("kv", "version"), [(None, 6), (6, 6), (5, None)])
+def test_tokens_after_kv_of_older_weights_are_of_no_single_version(kv, version):
+    trajectory = Trajectory(TrajectoryId(0, 0))
+    since = None if kv is None else WeightVersion(1, kv)
+    append_turn(trajectory, turn(6, 6, 6), kv=since)
+    assert trajectory.single_version == (version and WeightVersion(1, version))
+
+
 def test_a_turn_is_known_by_what_it_was_shown_last():
     world = scene()
     active = world.machine.rollout.active

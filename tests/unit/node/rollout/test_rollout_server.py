@@ -125,7 +125,13 @@ def test_a_client_that_does_not_read_keeps_nobody_waiting(served):
 
 
 def load(label: str, loads: int) -> dict[str, Any]:
-    return {"directory": f"/{label}", "label": label, "partly": False, "loads": loads}
+    return {
+        "directory": f"/{label}",
+        "label": label,
+        "partly": False,
+        "clear_cache": True,
+        "loads": loads,
+    }
 
 
 def test_a_load_that_comes_late_after_anothers_is_refused_and_changes_nothing(served):
