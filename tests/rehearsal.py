@@ -120,7 +120,7 @@ class Rehearsal:
     def _load(self) -> None:
         self._loaded += 1
         answer, ended = self.engine.load(
-            f"/versions/{self._loaded}", f"e1v{self._loaded}", partly=False
+            f"/versions/{self._loaded}", f"e1v{self._loaded}", partly=False, clear_cache=True
         )
         self.faults += answer["different"]
         self._end(ended)
