@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from array import array
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
@@ -17,8 +18,10 @@ pytest.importorskip("vllm", reason="needs the [cpu] extra")
 from libra_cli.config.environment import TeacherSpec  # noqa: E402
 from libra_cli.config.errors import TeacherError  # noqa: E402
 from libra_cli.core.actions import AskTeacher  # noqa: E402
+from libra_cli.core.costs.memory import CPU_SERVER_GIB, GIB  # noqa: E402
 from libra_cli.core.events import TeacherAnswered, TeacherFailed  # noqa: E402
 from libra_cli.core.types import TrajectoryId  # noqa: E402
+from libra_cli.node.agent.host_facts.facts import facts  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
 from libra_cli.runtime.episodes.renderer import Renderer  # noqa: E402
@@ -35,6 +38,8 @@ pytestmark = [
 ]
 KEY = "of-the-teacher"
 MAX_LEN = 256
+CACHE_GIB = 0.25
+"""KV cache of the policy's server, whose share of the host's memory is chosen for it."""
 WHO = TrajectoryId(0, 0)
 
 
@@ -131,7 +136,7 @@ def test_tokens_that_it_cannot_take_are_refused(served: Served):
 RECIPE = """
 run: {{name: taught, steps: 3}}
 nodes:
-  - {{host: local, slots: 2, pool: [rollout, train], env: {{OMP_NUM_THREADS: "1"}}}}
+  - {{host: local, share: {{rollout: {share}, train: 0.3}}, env: {{OMP_NUM_THREADS: "1"}}}}
 model: {{path: {model}, max_len: {max_len}}}
 environment: {{name: pointer-chase}}
 teacher: {{url: {url}, api_key: "${{TEACHER_API_KEY}}"}}
@@ -155,7 +160,10 @@ def test_a_policy_that_is_its_teacher_learns_nothing_and_every_step_says_so(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TEACHER_API_KEY", KEY)
-    text = RECIPE.format(model=served.model_dir, max_len=MAX_LEN, url=served.url)
+    whole = facts([], [], [], [], tmp_path, tmp_path)["mem_total"]
+    assert isinstance(whole, int)
+    share = (CPU_SERVER_GIB + CACHE_GIB) * GIB / whole
+    text = RECIPE.format(model=served.model_dir, max_len=MAX_LEN, url=served.url, share=share)
     with live(text, tmp_path / "run", tmp_path) as run:
         run.wait_step(3, timeout_s=START_S + 3 * STEP_S)
         run.process.wait(STEP_S)
@@ -164,6 +172,8 @@ def test_a_policy_that_is_its_teacher_learns_nothing_and_every_step_says_so(
         # An answer that is off by one token, or of other tokens, is off by nats.
         assert [batch["reverse_kl"] for batch in batches] == pytest.approx([0.0] * 3, abs=1e-3)
         assert run.query("SELECT count(*) FROM notes WHERE kind = 'teacher'") == [(0,)]
+        log = next((tmp_path / ".libra").rglob("logs/server-0.log")).read_text()
+        assert re.search(r"Explicitly set \(0\.2[45]/", log), "its share leaves so much for a cache"
         written = (
             "".join(path.read_text(errors="ignore") for path in run.run_dir.rglob("*.json*"))
             + run.told()
