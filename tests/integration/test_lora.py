@@ -108,7 +108,7 @@ def test_other_worlds_resume_and_come_to_the_same_adapter(
         first.wait_ready()
         first.step(1)
         path = first.checkpoint(2, {})
-        assert ("sharded" in first.log.read_text()) == (given["processes"] > 1)
+        assert "sharded" in first.log.read_text()
         assert first.stop() == 0
     about = json.loads((path / "checkpoint.json").read_text())
     others = {"target_modules": ["all-linear"], "experts": False}
