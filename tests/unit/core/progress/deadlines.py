@@ -29,6 +29,8 @@ TURN_S: Seconds = 1800.0
 """A whole turn, of a server that generates others meanwhile."""
 TRANSFER_S: Seconds = 120.0
 """Without a byte of a version (``weight_sync.timeout_s``)."""
+SLEEP_S: Seconds = 120.0
+"""Until a server has given back its memory, or has it again."""
 LEASE_S: Seconds = 120.0
 """``run.lease_s``: a host that is not heard of for so long has stopped everything."""
 STOP_S: Seconds = LEASE_S + 10.0
@@ -80,6 +82,11 @@ WAITS: Mapping[type[StrEnum], Mapping[Any, State]] = {
             FOUND_S,
             "the worker, or the trainer, has failed",
         ),
+        ReplicaState.FALLING_ASLEEP: Wait(
+            "it has given back weights and KV cache", SLEEP_S, "its process is stopped"
+        ),
+        ReplicaState.ASLEEP: "it serves nothing; a plan or the run's end may wake or stop it",
+        ReplicaState.WAKING: Wait("it has room for them again", SLEEP_S, "it has failed"),
         ReplicaState.STOPPING: _STOPPING,
         ReplicaState.FAILED: "nothing runs; a new plan or a host that is back may try again",
     },

@@ -15,6 +15,7 @@ from libra_cli.core.rollout import active, groups
 from libra_cli.core.run import state as run_state
 from libra_cli.runtime.hosts import cluster
 from libra_cli.runtime.processes import owner
+from libra_cli.runtime.rollout import connection
 from libra_cli.runtime.vllm import client
 from tests.unit.core.progress import deadlines
 from tests.unit.core.progress.deadlines import WAITS, Wait
@@ -50,6 +51,7 @@ def test_the_numbers_are_those_that_the_runtime_and_the_recipe_use() -> None:
     assert deadlines.START_S == owner.STARTUP_TIMEOUT_S
     assert deadlines.TURN_S == client.GENERATE_TIMEOUT_S
     assert WeightSyncSpec().timeout_s == deadlines.TRANSFER_S
+    assert connection.SLEEP_S == deadlines.SLEEP_S
     assert RunSpec.model_fields["lease_s"].default == deadlines.LEASE_S
     assert deadlines.STOP_S == deadlines.LEASE_S + cluster.STOP_GRACE_S
     assert EnvironmentSpec.model_fields["tool_timeout_s"].default == deadlines.CALL_S
