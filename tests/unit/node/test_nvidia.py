@@ -69,6 +69,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\n'
         f"test -e {tmp_path}/slow && sleep 5\n"
         f'case "$1" in -L) cat {tmp_path}/list;; *) cat {tmp_path}/xml;; esac\n'
+        f"test ! -e {tmp_path}/status || exit $(cat {tmp_path}/status)\n"
     )
     place.chmod(place.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -127,6 +128,18 @@ def test_no_driver_means_no_gpus_and_says_so(nvidia_smi: Path, text: str):
     told = describe([])
     assert told["gpus"] == []
     assert told["gpus_error"]
+
+
+LOST = "Unable to determine the device handle for GPU0000:01:00.0: GPU is lost. Reboot"
+
+
+def test_a_gpu_that_is_lost_is_told_in_its_own_words(nvidia_smi: Path):
+    (nvidia_smi / "status").write_text("15")
+    (nvidia_smi / "xml").write_text(f"\n{LOST}\n")
+    assert describe([])["gpus_error"] == f"nvidia-smi fails: {LOST} (exit status 15)"
+    (nvidia_smi / "xml").write_text(log(gpu(0)))
+    told: Any = describe([])
+    assert (len(told["gpus"]), told["gpus_error"]) == (1, ""), "the others are listed"
 
 
 FOUR = [ListedGpu((str(i), f"GPU-{i}a-5f0c"), "H100", MIB, MIB) for i in range(4)]

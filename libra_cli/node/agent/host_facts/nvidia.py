@@ -99,6 +99,8 @@ def look() -> GpuListing:
             listing = with_instance_ids(listing, _nvidia_smi("-L"))
     except subprocess.TimeoutExpired:
         return GpuListing(error=f"nvidia-smi did not answer within {NVIDIA_SMI_S:.0f} s")
+    except subprocess.CalledProcessError as error:
+        return GpuListing(error=f"nvidia-smi fails: {_sentence(error)}")
     except Xml.ParseError as error:
         return GpuListing(error=f"what nvidia-smi prints cannot be read: {error}")
     return listing
@@ -109,8 +111,17 @@ def _nvidia_smi(*arguments: str) -> str:
     done = subprocess.run(
         argv, capture_output=True, text=True, errors="replace", timeout=NVIDIA_SMI_S, check=False
     )
-    # Without a driver it exits with an error and prints a sentence instead.
-    return done.stdout if done.returncode == 0 else ""
+    if "<?xml" not in done.stdout:  # one that also warns, or misses a GPU, has listed the others
+        done.check_returncode()
+    return done.stdout
+
+
+def _sentence(failed: subprocess.CalledProcessError) -> str:
+    """Return what it printed instead: that there is no driver, or which GPU is lost (its status 15,
+    of a GPU that has fallen off the bus)."""
+    lines = f"{failed.stdout}\n{failed.stderr}".split("\n")
+    told = next(filter(None, map(str.strip, lines)), "there is no driver, or it does not answer")
+    return f"{told[:200]} (exit status {failed.returncode})"
 
 
 def read(text: str) -> GpuListing:
