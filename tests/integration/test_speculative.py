@@ -128,12 +128,6 @@ def test_log_probabilities_of_drafted_tokens_equal_transformers(served, temperat
         assert float(gap.max()) < 1e-3
 
 
-def test_decoding_with_drafts_is_not_taken_for_other_weights(served):
-    sync = SyncServer("local/0", 0, published(1))
-    gap = served.bench.play(lambda: decode_gap(served.bench.server, sync, PROMPT))
-    assert gap < EXPECTED["float32", False].first
-
-
 def likeliest(served: Played, done: TurnGenerated) -> list[int]:
     """The tokens that its versions' policies find likeliest, each after those before it."""
     tokens, chosen = [*PROMPT, *done.token_ids], []
@@ -186,6 +180,13 @@ def test_drafts_are_accepted_and_told(served):
     assert metrics["draft_acceptance"] > least[served.method]
     assert 0 < metrics["draft_steps"] <= 1
     assert metrics.get("draft_lag") == (None if served.method == "ngram" else 1)
+
+
+def test_decoding_with_drafts_is_not_taken_for_other_weights(served):
+    """After the test before, since it plays one turn alone, too."""
+    sync = SyncServer("local/0", 0, published(1))
+    gap = served.bench.play(lambda: decode_gap(served.bench.server, sync, PROMPT))
+    assert gap < EXPECTED["float32", False].first
 
 
 def test_a_version_in_the_middle_changes_the_policy_and_not_the_head(served):
