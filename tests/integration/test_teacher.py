@@ -160,6 +160,7 @@ def test_a_policy_that_is_its_teacher_learns_nothing_and_every_step_says_so(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TEACHER_API_KEY", KEY)
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # other tests ask for less
     whole = facts([], [], [], [], tmp_path, tmp_path)["mem_total"]
     assert isinstance(whole, int)
     share = (CPU_SERVER_GIB + CACHE_GIB) * GIB / whole
