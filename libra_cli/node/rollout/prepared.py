@@ -80,9 +80,8 @@ class PreparedVersion:
                 for part in parts:
                     touch(part)
                 self._tensors += found
-                if (
-                    self._locks is not None
-                ):  # each by itself, since files may be mapped side by side
+                # Each file by itself, since files may be mapped side by side.
+                if self._locks is not None:
                     self._locked += self._locks.lock(filter(None, map(span_of, parts)))
         except Exception as error:  # noqa: BLE001  raised where the tensors are wanted
             self._problem = error
