@@ -16,6 +16,7 @@ from libra_cli.bench.bounds import ServerShape, least_makespan
 from libra_cli.bench.clairvoyance import TOLD, OraclePlanner, ScheduledLayouts
 from libra_cli.bench.conditions import MAX_LEN, STALENESS
 from libra_cli.bench.contenders import Future, contender
+from libra_cli.bench.regret_causes import PlannedStep, planned_steps
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import TrainingSpec
@@ -194,9 +195,18 @@ def playable(trace: Trace, max_len: Tokens) -> tuple[Trace, tuple[str, ...]]:
 
 
 def run_job(job: Job) -> tuple[ResultRow, Timeline | None]:
+    """Simulate one run; return its row, and what the report draws of one seed."""
     world = world_of(job)
     world.run()
     return _row(job, world), _story(job, world) if job.seed == STORY_SEED else None
+
+
+def planned_run(job: Job) -> tuple[ResultRow, Timeline | None, tuple[PlannedStep, ...]]:
+    """The same, with the plan and the moves of each step."""
+    world = world_of(job)
+    world.run()
+    steps = planned_steps(world.recording, job.gpus)
+    return _row(job, world), _story(job, world) if job.seed == STORY_SEED else None, steps
 
 
 def static_run(job: Job) -> tuple[ResultRow, tuple[Seconds, ...]]:

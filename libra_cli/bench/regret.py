@@ -33,8 +33,9 @@ from typing import TypeAlias
 
 from libra_cli.bench.clairvoyance import TOLD
 from libra_cli.bench.config import ExperimentConfig, Progress
-from libra_cli.bench.jobs import Job, first_layout_of, playable, run_job, static_run
+from libra_cli.bench.jobs import Job, first_layout_of, planned_run, playable, static_run
 from libra_cli.bench.parallel import simulated
+from libra_cli.bench.regret_causes import CAUSES, PlannedStep, shares_lost
 from libra_cli.bench.results import (
     BEST_STATIC,
     CLAIRVOYANT,
@@ -92,15 +93,17 @@ def regret(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     ]
     _look_for_statics(cases, progress)
     jobs = [(case, seed, name, job) for case in cases for seed, name, job in case.contenders()]
-    played = list(simulated(run_job, [job for *_, job in jobs], progress))
-    for (case, _, name, _), (row, timeline) in zip(jobs, played, strict=True):
+    played = list(simulated(planned_run, [job for *_, job in jobs], progress))
+    for (case, _, name, _), (row, timeline, steps) in zip(jobs, played, strict=True):
         case.keep(name, row, timeline)
+        if name in _FROM_STARTS:
+            case.explain(name, row, steps)
     return ExperimentResult(
         "regret of libra's plans",
         [row for case in cases for row in case.rows],
         [timeline for case in cases for timeline in case.timelines],
         notes + [case.note for case in cases],
-        [one for case in cases for one in regrets(case.rows)],
+        [one for case in cases for one in regrets(case.rows, case.causes)],
     )
 
 
@@ -226,6 +229,7 @@ class _Case:
         self.static_runs: list[_Runs] = [{} for _ in range(seeds)]
         self.rows: list[ResultRow] = []
         self.timelines: list[Timeline] = []
+        self.causes: dict[tuple[str, int], dict[str, float]] = {}
         self._first = len(self.plans.first())
 
     @property
@@ -288,6 +292,14 @@ class _Case:
         if timeline is not None:
             self.timelines.append(replace(timeline, planner=name))
 
+    def explain(self, name: str, row: ResultRow, steps: Sequence[PlannedStep]) -> None:
+        """Divide what a run of libra's lost to the seed's best static plan by cause."""
+        layout = self._best(row.seed)
+        best, ended = self.static_runs[row.seed][layout]
+        self.causes[name, row.seed] = shares_lost(
+            steps, row, best, ended, servers=layout.servers, filling=round(self.job.overlap)
+        )
+
     def _best(self, seed: int) -> Layout:
         runs = self.static_runs[seed]
         return max(runs, key=lambda layout: runs[layout][0].throughput_tok_s)
@@ -310,6 +322,9 @@ class _Case:
 def libra_from(start: str) -> str:
     """Return the name in the rows of libra from this start."""
     return f"{LIBRA}, {start} start" if start else LIBRA
+
+
+_FROM_STARTS = tuple(map(libra_from, STARTS))
 
 
 def _scripted(job: Job, script: tuple[Layout, ...]) -> Job:
@@ -353,15 +368,21 @@ def best_script(
 # -- what it comes to ------------------------------------------------------------------------------
 
 
-def regrets(rows: Sequence[ResultRow]) -> list[Regret]:
-    """Return libra's regret on one trace and drift, from each of its starts."""
+def regrets(
+    rows: Sequence[ResultRow], causes: Mapping[tuple[str, int], Mapping[str, float]]
+) -> list[Regret]:
+    """Return libra's regret on one trace and drift, from each of its starts.
+
+    ``causes`` are ``shares_lost`` of the runs, by their planner's name and seed.
+    """
     by_name: dict[str, dict[int, ResultRow]] = {}
     for row in rows:
         by_name.setdefault(row.planner, {})[row.seed] = row
     static, half = by_name[BEST_STATIC], by_name[TRADITIONAL]
     found = []
     for start in STARTS:
-        mine = by_name[libra_from(start)]
+        name = libra_from(start)
+        mine = by_name[name]
         losses = _differences(static, mine, "throughput_tok_s")
         gains = _differences(mine, half, "throughput_tok_s", whole=half)
         row = next(iter(mine.values()))
@@ -377,9 +398,22 @@ def regrets(rows: Sequence[ResultRow]) -> list[Regret]:
                 share_of_clairvoyant=_share(static, mine, by_name[CLAIRVOYANT]),
                 over_uniform=fmean(gains),
                 moves=fmean(one.moves for one in mine.values()),
+                causes=_mean_causes(static, {seed: causes[name, seed] for seed in mine}),
             )
         )
     return found
+
+
+def _mean_causes(
+    static: Mapping[int, ResultRow], causes: Mapping[int, Mapping[str, float]]
+) -> dict[str, float]:
+    """Return the means over the seeds, of shares of the mean throughput as regret is."""
+    unit = fmean(row.throughput_tok_s for row in static.values())
+    weights = {seed: static[seed].throughput_tok_s / unit for seed in causes}
+    return {
+        cause: fmean(weights[seed] * lost[cause] for seed, lost in causes.items())
+        for cause in CAUSES
+    }
 
 
 def _differences(

@@ -139,7 +139,8 @@ class Regret:
     ``regret``, ``steady_regret`` (by ``steady_tok_s``) and ``over_uniform`` are shares of the other
     one's throughput, ``ci95`` is of the first, over the seeds. ``share_of_clairvoyant`` is libra's
     part of what the clairvoyant gains over the best static plan; None where that is next to
-    nothing. ``moves`` counts servers started and stopped.
+    nothing. ``moves`` counts servers started and stopped. ``causes`` divide the regret
+    (``bench.regret_causes``) and add up to it.
     """
 
     trace: str
@@ -152,6 +153,7 @@ class Regret:
     share_of_clairvoyant: float | None
     over_uniform: float
     moves: float
+    causes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

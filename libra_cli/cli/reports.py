@@ -74,12 +74,12 @@ def run_experiments(
 
 
 def _print(results: Sequence[ExperimentResult]) -> None:
-    from libra_cli.bench.report.sheets import regret_sheet
+    from libra_cli.bench.report.sheets import causes_sheet, regret_sheet
     from libra_cli.bench.report.terminal import comparison_view, notes_view, sheets_view
 
     for result in results:
         if result.regrets:
-            out.print(sheets_view([regret_sheet(result.regrets)]))
+            out.print(sheets_view([regret_sheet(result.regrets), causes_sheet(result.regrets)]))
             out.print()
         for comparison in result.comparisons:
             out.print(comparison_view(result.title, comparison))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from libra_cli.core.records import (
+    DecisionRecord,
     GroupRecord,
     LateRecord,
     MoveRecord,
+    PlanRecord,
     Record,
     SlotRecord,
     StepRecord,
@@ -28,6 +30,9 @@ class Recording:
     trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
     #: The newest row of every move of a slot, by number.
     moves: dict[int, MoveRecord] = field(default_factory=dict)
+    #: The newest row of every plan, by number; when the planner looked, and after which step.
+    plans: dict[int, PlanRecord] = field(default_factory=dict)
+    looks: list[tuple[Seconds, int]] = field(default_factory=list)
     #: Groups that were trained; members that their group was closed without, by (group, member):
     #: the step that trained them later, or none yet; members that were given up.
     groups: set[int] = field(default_factory=set)
@@ -47,8 +52,18 @@ class Recording:
             self._keep_end(record)
         elif isinstance(record, SlotRecord):
             self.slots.append((now, record))
-        elif isinstance(record, MoveRecord):
+        elif isinstance(record, MoveRecord | PlanRecord | DecisionRecord):
+            self._keep_plan(record)
+
+    def _keep_plan(self, record: MoveRecord | PlanRecord | DecisionRecord) -> None:
+        """Keep a plan, one of its moves, or when the planner decided."""
+        if isinstance(record, MoveRecord):
             self.moves[record.move] = record
+        elif isinstance(record, PlanRecord):
+            self.plans[record.plan] = record
+        elif record.explanation_json != "{}" and record.observed_s is None:
+            # Once: the row is told again when it is known what came.
+            self.looks.append((record.at, record.step))
 
     def _keep_end(self, record: TrajectoryRecord | GroupRecord | LateRecord) -> None:
         """Keep that a group was trained, or a member trained late or dropped."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         ComparisonSummary,
         ExperimentResult,
         Interval,
+        Regret,
         Timeline,
     )
 _TEMPLATE = "bench.html.j2"
@@ -114,7 +115,7 @@ def _section(result: ExperimentResult) -> dict[str, object]:
     return {
         "title": result.title,
         "notes": result.notes,
-        "sheet": sheets.regret_sheet(result.regrets) if result.regrets else None,
+        "sheets": _regret_sheets(result.regrets),
         "comparisons": [
             {
                 "subject": terminal.subject(comparison),
@@ -127,6 +128,10 @@ def _section(result: ExperimentResult) -> dict[str, object]:
             for comparison in result.comparisons
         ],
     }
+
+
+def _regret_sheets(found: Sequence[Regret]) -> list[terminal.Sheet]:
+    return [sheets.regret_sheet(found), sheets.causes_sheet(found)] if found else []
 
 
 def _table(comparison: Comparison) -> list[dict[str, object]]:

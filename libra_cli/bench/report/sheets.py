@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from libra_cli.bench.regret_causes import CAUSES
 from libra_cli.bench.report.terminal import Sheet, amount, share
 from libra_cli.bench.results import LEAST_GAIN, Interval, Regret
 from libra_cli.core.costs.profile import Profile
@@ -54,6 +55,27 @@ def regret_sheet(found: Sequence[Regret]) -> Sheet:
     seeds = max(one.seeds for one in found)
     about = f"; ± 95 % interval over {seeds} seeds" if seeds > 1 else ""
     return Sheet(f"regret{about}", columns, rows, notes)
+
+
+def causes_sheet(found: Sequence[Regret]) -> Sheet:
+    """Return the table of what each regret is made of, and notes on its columns."""
+    rows = [
+        (
+            f"{one.trace.partition('_')[0]}, {one.variant}",
+            one.start,
+            *(f"{percents(one.causes[cause])} %" for cause in CAUSES),
+            f"{percents(one.regret)} %",
+        )
+        for one in found
+    ]
+    notes = (
+        "filling: the first steps, of which as many as may be in flight",
+        "wrong plan: under other servers than the best plan's, not looked at with such lengths",
+        "wrong price: under other servers than the best plan's, although looked at with them",
+        "moving: GPUs without work while slots move; same plan: under the best plan's servers",
+    )
+    heads = (cause.replace(" ", "\n") for cause in CAUSES)
+    return Sheet("what the regret is made of", ("", "start", *heads, "regret"), rows, notes)
 
 
 def percents(part: float) -> str:

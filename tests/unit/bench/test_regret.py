@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from libra_cli.bench.clairvoyance import TOLD
 from libra_cli.bench.config import parse_drift
 from libra_cli.bench.jobs import Job, first_layout_of, playable, static_run, world_of
 from libra_cli.bench.regret import StaticPlans, best_script, part_seconds, regrets
+from libra_cli.bench.regret_causes import CAUSES, PlannedStep
 from libra_cli.bench.report.sheets import regret_sheet
 from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD
 from libra_cli.cli.main import app
@@ -150,6 +151,11 @@ def test_the_coming_work_is_that_of_the_steps_that_may_be_in_flight() -> None:
     assert JOB.coming(6).mean_generated > 1.5 * JOB.coming(0).mean_generated
 
 
+NOTHING_KNOWN: dict[tuple[str, int], dict[str, float]] = defaultdict(
+    lambda: dict.fromkeys(CAUSES, 0.0)
+)
+
+
 def test_regret_is_what_the_best_static_plan_has_more() -> None:
     makespans = {
         BEST_STATIC: 100.0,
@@ -165,7 +171,7 @@ def test_regret_is_what_the_best_static_plan_has_more() -> None:
         for seed in range(2)
         for name, makespan_s in makespans.items()
     ]
-    own, _, half, worst = regrets(rows)
+    own, _, half, worst = regrets(rows, NOTHING_KNOWN)
     assert (own.start, half.start, worst.start) == ("own", "half", "worst")
     assert own.regret == own.share_of_clairvoyant == 0.0
     assert worst.regret == pytest.approx(0.5, abs=0.01)
@@ -190,10 +196,14 @@ def test_a_share_of_next_to_nothing_is_not_told() -> None:
             "libra, worst start": 200.0,
         }.items()
     ]
-    assert {one.share_of_clairvoyant for one in regrets(rows)} == {None}
+    assert {one.share_of_clairvoyant for one in regrets(rows, NOTHING_KNOWN)} == {None}
 
 
 # -- the whole experiment, with invented runs ------------------------------------------------------
+
+
+def _steps(ended: tuple[float, ...]) -> tuple[PlannedStep, ...]:
+    return tuple(PlannedStep(at, 0.0, {1: 3}, looked=True) for at in ended)
 
 
 class InventedRuns:
@@ -212,7 +222,7 @@ class InventedRuns:
             made = row(planner=job.planner, seed=job.seed, makespan_s=100.0 + far + job.seed)
             made = replace(made, trace=job.trace.name, variant=job.variant)
             ended = tuple(made.makespan_s * (step + 1) / job.steps for step in range(job.steps))
-            yield (made, ended) if run is static_run else (made, None)
+            yield (made, ended) if run is static_run else (made, None, _steps(ended))
 
 
 def test_every_contender_plays_every_seed_and_the_report_tells_the_regret(
@@ -233,6 +243,10 @@ def test_every_contender_plays_every_seed_and_the_report_tells_the_regret(
         assert len(rows) == 2 * 9
         starts = [one["start"] for one in told["regret"] if one["variant"] == drift]
         assert starts == ["own", "guess", "half", "worst"]
+    for one in told["regret"]:
+        assert sum(one["causes"].values()) == pytest.approx(one["regret"])
+        assert one["causes"]["wrong plan"] == 0.0
+    assert "wrong price" in Path("bench.html").read_text()
     assert "turns x1 x2 worst" in done.output.replace("  ", " ")
     assert "regret" in Path("bench.html").read_text()
     on_second = [job for job in invented.jobs if job.seed == 1 and job.layout]
