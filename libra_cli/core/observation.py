@@ -30,7 +30,8 @@ class MeasuredStep:
     ``in_play_s`` the time that trajectories were in play, summed over them. ``concurrency`` is how
     many trajectories were in play, averaged over those seconds: trajectories come in bursts, and
     each is slowed down by those that it meets. ``held_s`` is the time that training waited with a
-    full batch ready, for the staleness rule.
+    full batch ready, for the staleness rule. ``played_tokens`` were generated meanwhile, for
+    whichever step; 0 where that is not known.
     """
 
     step_s: Seconds
@@ -39,6 +40,7 @@ class MeasuredStep:
     in_play_s: Seconds
     concurrency: float
     held_s: Seconds = 0.0
+    played_tokens: float = 0.0
 
     @property
     def starved(self) -> bool:
@@ -120,4 +122,5 @@ def mean_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
         in_play_s=in_play_s / len(steps),
         concurrency=met_s / in_play_s if in_play_s else 0.0,
         held_s=fmean(step.held_s for step in steps),
+        played_tokens=fmean(step.played_tokens for step in steps),
     )

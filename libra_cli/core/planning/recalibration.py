@@ -2,15 +2,16 @@
 
 Each half's prices are multiplied by its measured over its predicted seconds of a step, by the mean
 over some steps, predicted for the work of these very steps, within a factor of ``MOST``. Training's
-are measured as they are. Rollout's are all of them where training waited for at least ``IDLE`` of
-the time. Where it never did, the staleness bound held rollout back: fewer trajectories were in play
-than there is room for, and each was faster for it. How long they took tells the prices, and these
-how long a step takes when every place is taken (``RolloutTable.saturated_step_s``). In between it
-is a mix. Where the halves take turns rollout's are those that training's are not. The two do not
-agree, and a plan changes which of them is taken, and steps come in bursts as long as may be in
-flight. So what is found is the geometric mean with what was found ``before`` this plan, or with
-prices as they are, which counts as ``overlap`` steps of rollout and as one of training: otherwise
-moves chase each other.
+are measured as they are. Rollout's are first told for the tokens that it played in them: while the
+pipeline drains, what is trained was played before, and steps are shorter than rollout can sustain.
+They are all of them where training waited for at least ``IDLE`` of the time. Where it never did,
+the staleness bound held rollout back: fewer trajectories were in play than there is room for, and
+each was faster for it. How long they took tells the prices, and these how long a step takes when
+every place is taken (``RolloutTable.saturated_step_s``). In between it is a mix. Where the halves
+take turns rollout's are those that training's are not. The two do not agree, and a plan changes
+which of them is taken, and steps come in bursts as long as may be in flight. So what is found is
+the geometric mean with what was found ``before`` this plan, or with prices as they are, which
+counts as ``overlap`` steps of rollout and as one of training: otherwise moves chase each other.
 
 Limit: held back, nothing shows how unevenly a rollout would end, nor what its caches would save.
 Simulated on four traces it was told 22 % too fast where stragglers rule and 27 to 75 % too slow
@@ -83,16 +84,23 @@ def recalibrated(
 
 
 def _stages(measured: MeasuredStep, priced: Times, search: Search, layout: Layout) -> Times:
-    step_s, train_s = measured.step_s, measured.train_s
+    train_s = measured.train_s
     if search.workload.takes_turns:
-        return Times(max(step_s - train_s, 0.0), train_s, in_turn=True)
-    saturated_step_s = step_s
+        return Times(max(measured.step_s - train_s, 0.0), train_s, in_turn=True)
+    played = _played(measured, search.workload)
+    seen_s = saturated_s = measured.step_s / played
     if measured.in_play_s and priced.rollout_s < inf:
-        saturated_step_s = search.table.saturated_step_s(
-            layout.buckets, measured.in_play_s, measured.concurrency, train_s
+        saturated_s = search.table.saturated_step_s(
+            layout.buckets, measured.in_play_s / played, measured.concurrency, train_s
         )
-    held = max(0.0, 1.0 - measured.waited_s / (IDLE * step_s))
-    return Times(step_s + held * min(0.0, saturated_step_s - step_s), train_s)
+    held = max(0.0, 1.0 - measured.waited_s / (IDLE * measured.step_s))
+    return Times(seen_s + held * min(0.0, saturated_s - seen_s), train_s)
+
+
+def _played(measured: MeasuredStep, work: Workload) -> float:
+    """Batches that rollout played in a step, by tokens; 1 where that is not known."""
+    batch = work.mean_generated * work.played
+    return measured.played_tokens / batch if measured.played_tokens else 1.0
 
 
 def _recalibration(measured: Times, predicted: Times) -> Recalibration:

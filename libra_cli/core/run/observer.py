@@ -100,6 +100,8 @@ class RunObserver:
         newest = max(LEAST_SAMPLES, 2 * recipe.trajectories_per_step)
         self._samples: deque[TrajectorySample] = deque(maxlen=newest)
         self._in_play = InPlay()
+        #: Generated tokens of the turns that have ended since the newest step.
+        self._played_tokens: Tokens = 0
         self._measured: deque[MeasuredStep] = deque(maxlen=steps_to_average(overlap))
         self._lengths: deque[float] = deque(maxlen=RECENT)
         self._extras = _Extras()
@@ -126,6 +128,7 @@ class RunObserver:
                 pass
             case TurnRecord():
                 self._turns.append(self._conversations.turn(record))
+                self._played_tokens += record.generated_tokens
             case TrajectoryRecord():
                 self._trajectory(record)
             case GroupRecord():
@@ -230,6 +233,7 @@ class RunObserver:
         began = row.started_at - row.waited_s if self._ended_at is None else self._ended_at
         self._ended_at = row.ended_at
         in_play_s, concurrency = self._in_play.take(now=row.ended_at)
+        played_tokens, self._played_tokens = self._played_tokens, 0
         self._lengths.append(row.mean_length)
         self._training.step(row, self._extras.step(row).trained)
         self._steps += 1
@@ -245,6 +249,7 @@ class RunObserver:
                 in_play_s=in_play_s,
                 concurrency=concurrency,
                 held_s=row.held_s - once_s,
+                played_tokens=played_tokens,
             )
         )
 

@@ -202,6 +202,7 @@ def test_a_measured_step_has_its_seconds_and_who_was_in_play() -> None:
         began = 10.0 * (step - 1)
         for group in (0, 1):
             observer.saw(replace(in_play, group_id=group, started_at=began))
+            play(observer, group, 0.0)
         for group, ended_at in ((0, 4.0), (1, 8.0)):
             observer.saw(replace(ENDED, group_id=group, ended_at=began + ended_at))
         row = sample_run.step_record(step, began + 10.0, started_at=began + 7.0)
@@ -210,6 +211,7 @@ def test_a_measured_step_has_its_seconds_and_who_was_in_play() -> None:
     assert (one.step_s, one.train_s, one.waited_s) == (10.0, 3.0, 5.0)
     assert one.in_play_s == 12.0
     assert one.concurrency == pytest.approx(20 / 12)
+    assert one.played_tokens == 2 * 5 * 10
     assert observer.lengths == (21.0, 22.0, 23.0)
 
 

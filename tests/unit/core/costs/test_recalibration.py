@@ -61,6 +61,26 @@ def test_the_same_trajectories_times_tell_the_same_speed_however_long_the_steps(
     assert slower[1].rollout == pytest.approx(2 * once[1].rollout)
 
 
+@pytest.mark.parametrize("batches", [0.5, 2.0])
+@pytest.mark.parametrize("waited", [0.0, 0.5])
+def test_steps_that_train_what_was_played_before_tell_the_same_speed(
+    batches: float, waited: float
+) -> None:
+    """While the pipeline drains a step is shorter than rollout needs for a batch, or longer."""
+    batch, (step_s, _) = LOAD.mean_generated * LOAD.played, prices_after()
+    held = MeasuredStep(step_s, 0.5 * step_s, waited * step_s, 256 * 20.0, 200.0, 0.0, batch)
+    other = replace(
+        held,
+        step_s=batches * held.step_s,
+        waited_s=batches * held.waited_s,
+        in_play_s=batches * held.in_play_s,
+        played_tokens=batches * batch,
+    )
+    assert prices_after(other)[1].rollout == pytest.approx(prices_after(held)[1].rollout)
+    unknown = replace(other, played_tokens=0.0)
+    assert prices_after(unknown)[1].rollout != pytest.approx(prices_after(held)[1].rollout)
+
+
 def test_those_that_took_as_long_beside_fewer_others_are_slower_in_a_full_one() -> None:
     alone, beside_many = (
         prices_after(MeasuredStep(500.0, 500.0, 0.0, 256 * 60.0, concurrency))[1].rollout
@@ -125,9 +145,11 @@ def test_concurrency_is_what_counting_every_second_says(starts: list[tuple[int, 
 
 
 def test_the_mean_of_steps_counts_concurrency_for_as_long_as_it_lasted() -> None:
-    found = mean_step([MeasuredStep(10, 4, 6, 90, 9), MeasuredStep(30, 8, 2, 10, 1)])
+    steps = [MeasuredStep(10, 4, 6, 90, 9, 0, 70), MeasuredStep(30, 8, 2, 10, 1, 0, 30)]
+    found = mean_step(steps)
     assert (found.step_s, found.train_s, found.waited_s, found.in_play_s) == (20, 6, 4, 50)
     assert found.concurrency == pytest.approx(8.2)
+    assert found.played_tokens == 50
 
 
 def test_the_less_training_waited_the_less_of_a_step_is_rollouts() -> None:
