@@ -178,6 +178,20 @@ def devices_of(slot: Slot) -> frozenset[tuple[str, int | str]]:
 
 
 @dataclass(frozen=True, slots=True)
+class LostGpu:
+    """A GPU that its host does not have any more: it fell off the bus, or must be reset."""
+
+    node: str
+    number: int
+    """The number that slots know it by."""
+    name: str
+    """The UUID of that GPU."""
+
+    def __str__(self) -> str:
+        return f"GPU {self.number} of {self.node} ({self.name})"
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """Servers of one shape. ``up_to_tokens`` is the longest remainder it is meant for."""
 

@@ -17,6 +17,7 @@ from libra_cli.config.recipe import ModelSpec, NodeSpec
 from libra_cli.core.types import Slot, SlotId
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 Flags: TypeAlias = Mapping[str, str | int | float | None]
 """Command-line flags in order; one whose value is None stands alone."""
 
@@ -67,8 +68,9 @@ class HostFacts:
     cpus: int | None = None
     """Cores the processes of libra may use together; None when nobody has looked."""
     devices: tuple[str, ...] = ()
-    """What CUDA_VISIBLE_DEVICES calls the GPUs of the node, in order; empty when nobody has looked,
-    and they are called as in the recipe."""
+    """What CUDA_VISIBLE_DEVICES calls the GPUs of the node, in order: by their UUIDs, since numbers
+    change where a GPU is lost. Empty when nobody has looked, and they are called as in the recipe.
+    """
     gpu_gib: float = 0.0
     """Memory of the smallest GPU that libra may use; 0 when nobody has looked."""
     memory_gib: float = 0.0
@@ -163,7 +165,7 @@ def common_env(
     return {
         **({"TMPDIR": facts.tmp_dir} if facts.tmp_dir else {}),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": ",".join(_devices(node, slots, facts)),
+        VISIBLE: ",".join(_devices(node, slots, facts)),
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": threads,

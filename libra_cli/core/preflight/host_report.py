@@ -27,11 +27,15 @@ class Gpu:
     index: int
     """The number that slots know it by: its place among the GPUs that the run may use."""
     device: str
-    """What CUDA_VISIBLE_DEVICES calls it: nvidia-smi's index, or the UUID of an instance."""
+    """What people call it: nvidia-smi's index, or the UUID of an instance."""
     name: str
     mem_total: int
     mem_free: int
     holders: tuple[GpuHolder, ...]
+    uuid: str = ""
+    """What it is called whatever becomes of others; empty where nvidia-smi does not tell."""
+    bus: str = ""
+    """The place on the PCI bus, such as ``00000000:3B:00.0``."""
 
     @property
     def is_instance(self) -> bool:
@@ -107,10 +111,12 @@ class NodeFacts:
     """Version of NVIDIA's driver; empty where there is none."""
     gpus_missing: tuple[str, ...] = ()
     """GPUs that the recipe names and that are not there, or not visible."""
+    gpus_present: tuple[str, ...] = ()
+    """UUIDs of all GPUs that can be used there, by whomever."""
     gpus_visible: str | None = None
     """CUDA_VISIBLE_DEVICES of the login there; None where it is unset."""
     gpus_error: str = ""
-    """Why nvidia-smi lists no GPUs; empty if it does, or is not there."""
+    """Why nvidia-smi lists no GPUs, or not all; empty if it does, or is not there."""
     torch_cuda: str = ""
     """The CUDA that torch is built for; empty for a build without."""
     routes: tuple[NetworkRoute, ...] = ()
@@ -137,6 +143,7 @@ class NodeFacts:
         parsed = {
             "gpus": tuple(gpus),
             "gpus_missing": tuple(answer["gpus_missing"]),
+            "gpus_present": tuple(answer["gpus_present"]),
             "interfaces": tuple(interfaces),
             "routes": tuple(NetworkRoute(**one) for one in answer["routes"]),
             "remains": tuple(Remains(**one) for one in answer["remains"]),

@@ -16,7 +16,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import examine
 from libra_cli.core.preflight.findings import ALL, Finding, stopping, warning
 from libra_cli.core.preflight.host_report import HostReport
+from libra_cli.core.preflight.lost_gpus import RunGpu, gpus_of_run
 from libra_cli.core.records import NodeRecord, ProcessRecord, Record
 from libra_cli.core.types import Plan, Seconds, node_of
 from libra_cli.runtime.credentials.run_secrets import RunSecrets
@@ -103,6 +104,8 @@ class KeptCluster:
     model_dirs: Mapping[str, str]
     lives: Mapping[str, str]
     """What each host calls the time since the run began there; another after its lease."""
+    gpus: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict)
+    """Name and place of each GPU of the run, as in ``Cluster.gpus``."""
 
 
 class Cluster:
@@ -129,6 +132,8 @@ class Cluster:
         self.hosts: dict[str, Host] = {node.name: host_of(node) for node in recipe.nodes}
         self.facts: dict[str, HostFacts] = {}
         self.ports: dict[str, dict[str, int]] = {}
+        #: The GPUs of the run on each node, as they were when it began.
+        self.gpus: dict[str, tuple[RunGpu, ...]] = {}
         self.models = ModelCopies(
             recipe,
             node_of(plan.train[0]),
@@ -177,6 +182,7 @@ class Cluster:
         """
         await self._on_all(self.connect)
         self.models.directories = dict(kept.model_dirs)
+        self.gpus = {node: tuple(RunGpu(*one) for one in some) for node, some in kept.gpus.items()}
         await self._on_all(partial(self._adopt, kept))
         if not (model_copy / "config.json").exists():
             await self.models.fetch_tokenizer(model_copy)
@@ -197,7 +203,7 @@ class Cluster:
     def kept(self) -> KeptCluster:
         """What a controller that comes after this one must know."""
         lives = {name: host.life for name, host in self.hosts.items()}
-        return KeptCluster(self.ports, self.model_dirs, lives)
+        return KeptCluster(self.ports, self.model_dirs, lives, self.gpus)
 
     async def _on_all(self, phase: Callable[[NodeSpec], Coroutine[Any, Any, None]]) -> None:
         nodes = self._recipe.nodes
@@ -279,6 +285,8 @@ class Cluster:
         report = self.reports[node.name] = await look(host, self._recipe, node)
         seen = report.facts
         assert seen is not None, "a host that answered has told"
+        if not self.gpus.get(node.name):
+            self.gpus[node.name] = gpus_of_run(seen, node.gpus)
         self.facts[node.name] = HostFacts(
             node=node.name,
             python=host.python,
@@ -291,7 +299,7 @@ class Cluster:
             own_address=seen.address,
             interface=seen.interface,
             cpus=seen.cpus,
-            devices=tuple(gpu.device for gpu in seen.gpus[: node.gpus]),
+            devices=tuple(gpu.name for gpu in self.gpus[node.name]),
             gpu_gib=min((gpu.mem_total for gpu in seen.gpus[: node.gpus]), default=0) / GIB,
             memory_gib=seen.mem_total / GIB,
         )

@@ -166,3 +166,30 @@ def test_gpus_are_those_named_of_those_that_are_visible(
     chosen = choose(FOUR, wanted, visible)
     assert "".join(gpu.names[0] for gpu in chosen.gpus) == devices
     assert "".join(chosen.missing) == missing
+
+
+def test_a_listing_tells_uuids_and_places_and_leaves_a_lost_gpu_out(nvidia_smi: Path):
+    lost = gpu(1).replace("81559 MiB", "GPU is lost")
+    (nvidia_smi / "xml").write_text(log(gpu(0), lost, gpu(2)))
+    told: Any = describe([])
+    assert [(one["device"], one["uuid"][-1], one["bus"]) for one in told["gpus"]] == [
+        ("0", "0", "00000000:00:00.0"),
+        ("2", "2", "00000000:02:00.0"),
+    ]
+    assert [uuid[-1] for uuid in told["gpus_present"]] == ["0", "2"]
+    assert told["gpus_error"] == "nvidia-smi says that the GPU at 00000000:01:00.0 is lost"
+
+
+def test_what_is_present_is_told_whatever_the_run_may_use(
+    nvidia_smi: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (nvidia_smi / "xml").write_text(log(gpu(0), gpu(2), SPLIT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    told: Any = describe(["0"])
+    assert (told["gpus"], told["gpus_missing"]) == ([], ["0"])
+    assert [uuid[:5] for uuid in told["gpus_present"]] == ["GPU-5", "GPU-5", "MIG-c", "MIG-a"]
+
+
+def test_instances_go_with_their_gpu():
+    split = SPLIT.replace("81559 MiB", "[GPU requires reset]")
+    assert [one.is_usable for one in read(log(gpu(0), split)).gpus] == [True, False, False, False]

@@ -23,6 +23,8 @@ NVIDIA_SMI_S = 60.0
 """Seconds that nvidia-smi may take."""
 MIB = 1024**2
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+_LOST = ("GPU is lost", "GPU requires reset")
+"""What nvidia-smi prints in the place of every value of a GPU that nobody can use any more."""
 _MIG_LINE = re.compile(r"\s+MIG .*Device\s+\d+: \(UUID: (MIG-[^)\s]+)\)")
 
 
@@ -31,14 +33,27 @@ class ListedGpu:
     """A GPU, or an instance of one; memory in bytes, 0 where it is not told."""
 
     names: tuple[str, ...]
-    """What may stand for it in CUDA_VISIBLE_DEVICES; the first one is used: nvidia-smi's index, or
-    the UUID of an instance."""
+    """What may stand for it in CUDA_VISIBLE_DEVICES: nvidia-smi's index, which changes where a GPU
+    before it is lost, and its UUID; of an instance its UUID."""
     name: str
     mem_total: int
     mem_free: int
     holders: tuple[Mapping[str, object], ...] = ()
     is_split: bool = False
     """Whether it is in MIG mode, and only its instances can be used."""
+    is_lost: bool = False
+    bus: str = ""
+    """Where it, or what it is a part of, is on the PCI bus, such as ``00000000:3B:00.0``."""
+
+    @property
+    def uuid(self) -> str:
+        """The name that it keeps while others come and go; empty where none is told."""
+        return next((name for name in self.names if name.startswith(("GPU-", "MIG-"))), "")
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether a process may compute on it."""
+        return not (self.is_split or self.is_lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +64,7 @@ class GpuListing:
     driver: str = ""
     """The driver's version, such as ``580.65.06``; empty where there is none."""
     error: str = ""
-    """Why nvidia-smi gave no listing; empty where there is no nvidia-smi."""
+    """Why nvidia-smi gave no listing, or not of all; empty where there is no nvidia-smi."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +81,8 @@ class ChosenGpus:
 def describe(wanted: Sequence[str]) -> dict[str, object]:
     """Describe the GPUs of this host that a run may use: all visible ones, or those ``wanted``.
 
-    ``index`` counts the GPUs of the answer; ``device`` is what CUDA_VISIBLE_DEVICES calls one.
+    ``index`` counts the GPUs of the answer; ``device`` is the first of a GPU's names. The UUIDs in
+    ``gpus_present`` are of all that can be used here, by whomever.
     """
     listing = look()
     chosen = choose(listing.gpus, wanted, os.environ.get(VISIBLE))
@@ -75,6 +91,8 @@ def describe(wanted: Sequence[str]) -> dict[str, object]:
             {
                 "index": index,
                 "device": gpu.names[0],
+                "uuid": gpu.uuid,
+                "bus": gpu.bus,
                 "name": gpu.name,
                 "mem_total": gpu.mem_total,
                 "mem_free": gpu.mem_free,
@@ -83,6 +101,7 @@ def describe(wanted: Sequence[str]) -> dict[str, object]:
             for index, gpu in enumerate(chosen.gpus)
         ],
         "gpus_missing": list(chosen.missing),
+        "gpus_present": [gpu.uuid for gpu in listing.gpus if gpu.is_usable and gpu.uuid],
         "gpus_visible": chosen.visible,
         "gpus_error": listing.error,
         "driver": listing.driver,
@@ -134,7 +153,9 @@ def read(text: str) -> GpuListing:
         return GpuListing(error="nvidia-smi fails: there is no driver, or it does not answer")
     root = Xml.fromstring(text)
     gpus = [one for index, gpu in enumerate(root.iter("gpu")) for one in _listed(index, gpu)]
-    return GpuListing(tuple(gpus), root.findtext("driver_version", "").strip())
+    lost = ", ".join(dict.fromkeys(gpu.bus for gpu in gpus if gpu.is_lost))
+    error = f"nvidia-smi says that the GPU at {lost} is lost" if lost else ""
+    return GpuListing(tuple(gpus), root.findtext("driver_version", "").strip(), error)
 
 
 def _listed(index: int, gpu: Xml.Element) -> Iterable[ListedGpu]:
@@ -142,13 +163,15 @@ def _listed(index: int, gpu: Xml.Element) -> Iterable[ListedGpu]:
     name, uuid = gpu.findtext("product_name", ""), gpu.findtext("uuid", "")
     processes = [*gpu.iter("process_info")]
     is_split = gpu.findtext("mig_mode/current_mig") == "Enabled"
-    yield ListedGpu(
-        (str(index), uuid), name, *_memory(gpu), () if is_split else _holders(processes), is_split
-    )
+    is_lost = any(lost in (one.text or "") for one in gpu.iter() for lost in _LOST)
+    bus, held = gpu.get("id", ""), () if is_split else _holders(processes)
+    whole = ListedGpu((str(index), uuid), name, *_memory(gpu), held, is_split, is_lost, bus)
+    yield whole
     for instance in gpu.iter("mig_device") if is_split else ():
         number = instance.findtext("gpu_instance_id")
         inside = [one for one in processes if one.findtext("gpu_instance_id") == number]
-        yield ListedGpu((), f"{name} MIG", *_memory(instance), _holders(inside))
+        held = _holders(inside)
+        yield ListedGpu((), f"{name} MIG", *_memory(instance), held, False, is_lost, bus)
 
 
 def _memory(element: Xml.Element) -> tuple[int, int]:
@@ -197,7 +220,7 @@ def with_instance_ids(listing: GpuListing, text: str) -> GpuListing:
 def choose(gpus: Sequence[ListedGpu], wanted: Sequence[str], visible: str | None) -> ChosenGpus:
     """Return the GPUs with the names in ``wanted``, or all that can be used, of those that
     CUDA_VISIBLE_DEVICES allows, in its order."""
-    usable = [gpu for gpu in gpus if not gpu.is_split]
+    usable = [gpu for gpu in gpus if gpu.is_usable]
     if visible is not None:
         usable = _named(usable, _names_in(visible))
     if not wanted:

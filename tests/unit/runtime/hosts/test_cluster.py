@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +18,7 @@ from libra_cli.core.launch.accelerate import RENDEZVOUS
 from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.launch.process import ProcessSpec
 from libra_cli.core.preflight.findings import ALL, Finding, Remedy
+from libra_cli.core.preflight.host_report import NodeFacts
 from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.agent_messages import (
     ConnectionLost,
@@ -22,12 +26,22 @@ from libra_cli.runtime.hosts.agent_messages import (
     StartedProcess,
     StoppedProcess,
 )
-from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.hosts.cluster import Cluster, KeptCluster
 from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.hosts.lost_gpus import lost_gpus
 
 RECIPE = Recipe.model_validate(
     {"nodes": [{"host": "n1"}, {"host": "n2"}], "model": {"path": "/m"}, "run": {"lease_s": 20}}
 )
+
+GPUS = Recipe.model_validate(
+    {
+        "nodes": [{"host": "n1", "gpus": 2, "slots": 2, "pool": ["train", "rollout"]}],
+        "model": {"path": "/m"},
+    }
+)
+HOSTS = Path(__file__).parents[3] / "fixtures/hosts"
+BEGUN = NodeFacts.read(json.loads((HOSTS / "two-h100.json").read_text()))
 
 
 class Away:
@@ -50,10 +64,10 @@ class Away:
         return StartedProcess(1, 1, "log")
 
 
-def cluster(host: Away) -> Cluster:
+def cluster(host: Away, recipe: Recipe = RECIPE) -> Cluster:
     made = Cluster(
-        RECIPE,
-        initial_plan(RECIPE),
+        recipe,
+        initial_plan(recipe),
         run_id="r",
         secrets=RunSecrets.new(),
         save=list[Any]().append,
@@ -61,6 +75,78 @@ def cluster(host: Away) -> Cluster:
     )
     made.hosts["n1"] = cast("Host", host)
     return made
+
+
+class Telling(Away):
+    """A host that tells of its GPUs, whichever it has at the moment."""
+
+    python, workdir, run_dir, weights_dir, tmp_dir, life = "py", "/w", "/w/r", "/shm", "/tmp", "1"
+    transport = SimpleNamespace(warnings=())
+    gpus = BEGUN.gpus
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    async def open(self, *_: object, **__: object) -> None:
+        """It answers."""
+
+    async def running(self) -> frozenset[str]:
+        return frozenset()
+
+    async def facts(self, *_: object, **__: object) -> NodeFacts:
+        return replace(BEGUN, gpus=self.gpus, gpus_present=tuple(gpu.uuid for gpu in self.gpus))
+
+
+def test_gpus_keep_the_names_of_the_beginning_when_a_host_is_looked_at_again(
+    tmp_path: Path,
+) -> None:
+    """Also for a controller that comes after this one: nvidia-smi has other numbers by then."""
+
+    async def scene() -> None:
+        host = Telling()
+        begun = cluster(host, GPUS)
+        await begun.look(GPUS.nodes[0], imports=None)
+        kept = KeptCluster(**json.loads(json.dumps(asdict(begun.kept))))
+        host.gpus = BEGUN.gpus[1:]
+        after = cluster(host, GPUS)
+        (tmp_path / "config.json").touch()
+        await after.adopt(kept, tmp_path)
+        await begun.look(GPUS.nodes[0], imports=None)
+        for one in (begun, after):
+            assert one.facts["n1"].devices == tuple(gpu.uuid for gpu in BEGUN.gpus)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"), [("0,1", ["GPU 1 of n1"]), ("1", ["GPU 1 of n1"]), ("0", []), ("", [])]
+)
+def test_a_process_is_told_of_the_gpus_that_it_has_itself(seen: str, told: list[str]) -> None:
+    async def scene() -> None:
+        host = Telling()
+        made = cluster(host, GPUS)
+        await made.look(GPUS.nodes[0], imports=None)
+        host.gpus = BEGUN.gpus[:1]
+        names = [BEGUN.gpus[int(one)].uuid for one in seen.split(",") if one]
+        process = ProcessSpec("n1", "server-0", (), {"CUDA_VISIBLE_DEVICES": ",".join(names)})
+        found = await lost_gpus(made, [process])
+        assert [str(one).partition(" (")[0] for one in found] == told
+
+    asyncio.run(scene())
+
+
+def test_of_a_host_that_does_not_answer_no_gpu_is_known_to_be_lost() -> None:
+    async def scene() -> None:
+        host = Telling()
+        made = cluster(host, GPUS)
+        await made.look(GPUS.nodes[0], imports=None)
+        host.gpus = ()
+        process = ProcessSpec("n1", "server-0", (), {"CUDA_VISIBLE_DEVICES": BEGUN.gpus[0].uuid})
+        assert await lost_gpus(made, [process])
+        made._happened(ConnectionLost("n1", "no answer"))
+        assert await lost_gpus(made, [process]) == ()
+
+    asyncio.run(scene())
 
 
 def test_a_process_on_a_host_that_was_given_up_counts_as_stopped() -> None:
