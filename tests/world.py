@@ -31,6 +31,7 @@ from libra_cli.core.run.state import Phase, Resume, RunIdentity
 from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.core.types import (
     BranchPoint,
+    LostGpu,
     Plan,
     Pool,
     Prediction,
@@ -182,6 +183,8 @@ class Faults:
     """So many have tokens that end the trainer."""
     teacher_fails: float = 0.0
     teacher_refuses: float = 0.0
+    gpu_lost: float = 0.0
+    """When a process that failed is gone, its host lacks a GPU of it."""
     slow: float = 0.0
     """A start, a stop or a sync takes longer than anybody waits for it."""
 
@@ -379,7 +382,8 @@ class World:
             self.later(e.ServerChecked(action.slot, action.incarnation))
 
     def _do_stop_server(self, action: a.StopServer) -> None:
-        self.later(e.ServerStopped(action.slot, action.incarnation))
+        lost = self._lost_gpus(action.slot)
+        self.later(e.ServerStopped(action.slot, action.incarnation, lost))
 
     def _do_sleep_server(self, action: a.SleepServer) -> None:
         if self._chance("start_fails"):
@@ -537,7 +541,7 @@ class World:
         self.later(started, 0.5, 5.0)
 
     def _do_stop_trainer(self, action: a.StopTrainer) -> None:
-        self.later(e.TrainerStopped(action.incarnation))
+        self.later(e.TrainerStopped(action.incarnation, self._lost_gpus(*action.train)))
 
     def _do_start_worker(self, action: a.StartWorker) -> None:
         if self._chance("start_fails"):
@@ -562,7 +566,17 @@ class World:
         )
 
     def _do_stop_worker(self, action: a.StopWorker) -> None:
-        self.later(e.WorkerStopped(action.slot, action.incarnation))
+        lost = self._lost_gpus(action.slot)
+        self.later(e.WorkerStopped(action.slot, action.incarnation, lost))
+
+    def _lost_gpus(self, *slots: SlotId) -> tuple[LostGpu, ...]:
+        """One of the GPUs of these slots, or none."""
+        known = {slot.id: slot for slot in self._slots}
+        gpus = [(node_of(one), gpu) for one in slots for gpu in slot_named(one, known).gpus]
+        if not (gpus and self.faults.gpu_lost and self._chance("gpu_lost")):
+            return ()
+        node, gpu = self.random.choice(gpus)
+        return (LostGpu(node, gpu, f"GPU-{node}-{gpu}"),)
 
     def _do_propose(self, action: a.Propose) -> None:
         if self.random.random() < 0.5:

@@ -19,6 +19,7 @@ from libra_cli.core.types import (
     BranchPoint,
     ChosenExperts,
     LogRatios,
+    LostGpu,
     Plan,
     Prediction,
     Role,
@@ -116,10 +117,11 @@ class ServerAsleep:
 
 @dataclass(frozen=True, slots=True)
 class ServerStopped:
-    """No process of the server is left on the node."""
+    """No process of the server is left on the node, which lacks these GPUs where it had failed."""
 
     slot: SlotId
     incarnation: int
+    lost: tuple[LostGpu, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,9 +284,10 @@ class TrainerFailed:
 
 @dataclass(frozen=True, slots=True)
 class TrainerStopped:
-    """No process of the trainer is left on any node."""
+    """No process of the trainer is left on any node; they lack these GPUs where it had failed."""
 
     incarnation: int
+    lost: tuple[LostGpu, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,10 +398,11 @@ class WorkerFailed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerStopped:
-    """No process of the worker is left on the node."""
+    """No process of the worker is left on the node, which lacks these GPUs where it had failed."""
 
     slot: SlotId
     incarnation: int
+    lost: tuple[LostGpu, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -149,7 +149,7 @@ class VersionsLost(NoticeBase):
 
 @dataclass(frozen=True, slots=True)
 class ResizeRefused(NoticeBase):
-    """The trainer did not start on the slots asked for and is back where it was."""
+    """The trainer cannot have the slots asked for: it is where it was, or on what is left of it."""
 
     why: str
 

@@ -19,7 +19,7 @@ from libra_cli.core.cluster.restarts import RestartBudget
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.lifecycle import follow
 from libra_cli.core.records import SlotRecord
-from libra_cli.core.types import Bucket, GroupId, Role, Seconds, Slot, WeightVersion
+from libra_cli.core.types import Bucket, GroupId, LostGpu, Role, Seconds, Slot, WeightVersion
 
 
 class ReplicaState(StrEnum):
@@ -43,7 +43,7 @@ S = ReplicaState
 TRANSITIONS: dict[ReplicaState, dict[ReplicaState, str]] = {
     S.IDLE: {
         S.STARTING: "the plan gives it a server, a gradient worker or a trainer rank",
-        S.FAILED: "it has died too often of late, or never worked",
+        S.FAILED: "it has died too often of late, or never worked, or a GPU of it is lost",
     },
     S.STARTING: {
         S.JOINING: "the server has generated a token, or the worker's world is whole",
@@ -119,6 +119,8 @@ class Replica:
     #: Starts after a death, over all of the run; and which deaths count.
     restarts: int = 0
     budget: RestartBudget = field(default_factory=RestartBudget)
+    #: GPUs of the slot that its node lacked when its process had failed and was gone.
+    lost: tuple[LostGpu, ...] = ()
     #: Times that something failed since anything succeeded.
     failures: int = 0
     #: Groups whose requests broke off since any was answered.

@@ -8,10 +8,10 @@ kept at the newest version, one sync at a time, always to the newest. One that d
 prove a version is taken out (its incarnation grows, so whatever it still says is dropped), stopped,
 verified gone, and started again as its budget allows (``restarts``), and only if it has worked
 before; one that never worked has a configuration error, and trying again would hide it. (A server
-that started and then proved nothing, twice, is started again once.) What is given up is tried once
-more after ``LATER_S``, while others work. A node that does not answer costs nothing until it is
-back and says which processes are left; on one that is given up nothing is started, and after
-``GONE_S`` its slots have failed until it comes back.
+that started and then proved nothing, twice, is started again once.) One whose GPU is lost is given
+up at once. What is given up is tried once more after ``LATER_S``, while others work. A node that
+does not answer costs nothing until it is back and says which processes are left; on one that is
+given up nothing is started, and after ``GONE_S`` its slots have failed until it comes back.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from libra_cli.core.actions import (
     WorkerAction,
 )
 from libra_cli.core.cluster.replica import Replica, ReplicaState
-from libra_cli.core.cluster.restarts import LATER_S, MAX_RESTARTS
+from libra_cli.core.cluster.restarts import LATER_S, MAX_RESTARTS, told_of
 from libra_cli.core.events import (
     NodeBack,
     NodeEvent,
@@ -198,6 +198,7 @@ class ReplicaSet(ABC):
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.state is not ReplicaState.STOPPING:
             return []
+        replica.lost = event.lost
         return [ProcessGone(replica)]
 
     def after_end(self, replica: Replica, *, again: bool, now: Seconds) -> list[Result]:
@@ -210,10 +211,13 @@ class ReplicaSet(ABC):
         replica.role = Role.IDLE
         if not again or not replica.reachable:  # it is started when its node is back
             return [ReplicaChanged(replica)]
+        if replica.lost:
+            lost = told_of(replica.lost)
+            return self._give_up(replica, lost, f"{lost} ({why}); it", now)
         most = MAX_RESTARTS if replica.has_worked else int(replica.restarts_unproved)
         wait_s = replica.budget.wait_s(most)
         if wait_s is None:
-            return self._give_up(replica, why, now)
+            return self._give_up(replica, why, f"{why}; it died too often and", now)
         replica.restarts += 1
         if not wait_s:
             return self.start(replica, now=now)
@@ -221,11 +225,11 @@ class ReplicaSet(ABC):
         replica.detail = f"{why}; it is started again after {wait_s:.0f} s"
         return [Wake(self._timer(replica), wait_s), ReplicaChanged(replica)]
 
-    def _give_up(self, replica: Replica, why: str, now: Seconds) -> list[Result]:
+    def _give_up(self, replica: Replica, why: str, told: str, now: Seconds) -> list[Result]:
         replica.move(ReplicaState.FAILED, now=now, why=why)
         replica.role = Role.FAILED
         slot = replica.slot
-        text = f"{slot.id}: {why}; it died too often and is tried again in {LATER_S / 60:.0f} min; "
+        text = f"{slot.id}: {told} is tried again in {LATER_S / 60:.0f} min; "
         note = NoteRecord("slot", slot.id, now, f"{text}libra logs {slot.node} says more")
         return [Wake(self._timer(replica), LATER_S), Save(note), ReplicaChanged(replica)]
 

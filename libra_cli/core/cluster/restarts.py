@@ -6,7 +6,8 @@
 A death counts until the process has worked for ``WINDOW_S`` since; so one that dies at once every
 time comes to the end of its budget however long it takes to start, and one that dies now and then
 never does. Each death that counts doubles the wait before the next start, and the first costs none.
-What has used up its budget is tried again after ``LATER_S``.
+What has used up its budget is tried again after ``LATER_S``, and so is one whose GPU is lost, which
+costs nothing of the budget: another start on it would only fail.
 
 The numbers are those of the kubelet (waits of 10 s, doubled up to 300 s, forgotten after 10 minutes
 of work: kubernetes.io, Pod Lifecycle) and of systemd (5 starts: systemd.unit, StartLimitBurst).
@@ -14,7 +15,9 @@ of work: kubernetes.io, Pod Lifecycle) and of systemd (5 starts: systemd.unit, S
 
 from __future__ import annotations
 
-from libra_cli.core.types import Seconds
+from collections.abc import Sequence
+
+from libra_cli.core.types import LostGpu, Seconds
 
 WINDOW_S: Seconds = 600.0
 """Seconds of useful work after which a death no longer counts."""
@@ -26,6 +29,15 @@ LATER_S: Seconds = 1800.0
 """Seconds after which something given up is tried once more. Chosen: a neighbour's job on the GPUs,
 or a full disk, may have gone by then, and six starts in three hours disturb nobody.
 """
+
+
+def told_of(lost: Sequence[LostGpu]) -> str:
+    """Return that these GPUs are lost, and what to type about it; empty if none is."""
+    if not lost:
+        return ""
+    gpus, hosts = ", ".join(map(str, lost)), ", ".join(dict.fromkeys(gpu.node for gpu in lost))
+    are = "are" if len(lost) > 1 else "is"
+    return f"{gpus} {are} lost; on {hosts}: nvidia-smi -L; sudo dmesg | grep -i xid; a reboot helps"
 
 
 class RestartBudget:

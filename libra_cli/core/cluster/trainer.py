@@ -8,7 +8,7 @@ its checkpoint, and a resize waits for the step under way and its checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, assert_never
 
@@ -55,7 +55,7 @@ from libra_cli.core.notices import (
 from libra_cli.core.records import NoteRecord, StepRecord, VersionRecord
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.rows import group_records
-from libra_cli.core.types import Seconds, Slot, SlotId, WeightVersion
+from libra_cli.core.types import LostGpu, Seconds, Slot, SlotId, WeightVersion
 
 NEXT = "another is tried with the next step, so make room for it there"
 
@@ -104,7 +104,7 @@ class TrainerGroup:
             case TrainerFailed():
                 return self.failed(event.reason, now=now)
             case TrainerStopped():
-                return self.gone(now=now)
+                return self.gone(event.lost, now=now)
             case StepDone():
                 return self._step_done(event, now)
             case VersionPublished():
@@ -218,11 +218,11 @@ class TrainerGroup:
         """Start the trainer from the last checkpoint, when its wait before a restart is over."""
         return self.life.restart(self.checkpoints.path, now=now)
 
-    def gone(self, *, now: Seconds) -> list[Result]:
-        """Start the trainer, which is verified gone, again if the
-        run goes on and its budget allows.
+    def gone(self, lost: Sequence[LostGpu] = (), *, now: Seconds) -> list[Result]:
+        """Start the trainer, which is verified gone, again if the run goes on and its budget
+        allows, without the slots whose GPUs are ``lost``.
         """
-        return self.life.gone(self.checkpoints.path, now=now)
+        return self.life.gone(self.checkpoints.path, lost, now=now)
 
     def wind_down(self) -> None:
         """A trainer that ends from now on is not started again."""

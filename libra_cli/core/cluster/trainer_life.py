@@ -8,20 +8,24 @@ started has a configuration error and is not tried again.
 checkpoint is written, every rank stops, and new ones start from it at the same global batch.
 Servers go on all the while. If the new ones do not come up, the old ones are started again where
 they were; those slots are held free until then.
+
+**A lost GPU.** A trainer that died of one goes on without its slot, at the same global batch, if
+the node of rank 0, which publishes the weights, has another slot of it; else it is given up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
-from libra_cli.core.actions import StartTrainer, StopTrainer, Wake
+from libra_cli.core.actions import Save, StartTrainer, StopTrainer, Wake
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import GONE_S
-from libra_cli.core.cluster.restarts import RestartBudget
+from libra_cli.core.cluster.restarts import RestartBudget, told_of
 from libra_cli.core.lifecycle import follow
 from libra_cli.core.notices import ReplicaChanged, ResizeRefused, Result
-from libra_cli.core.types import Role, Seconds, Slot, SlotId
+from libra_cli.core.records import NoteRecord
+from libra_cli.core.types import LostGpu, Role, Seconds, Slot, SlotId
 
 RESTART_EVERY_S: Seconds = 60.0
 TIMER = "restart trainer"
@@ -49,7 +53,8 @@ T = TrainerState
 TRANSITIONS: dict[TrainerState, dict[TrainerState, str]] = {
     T.DOWN: {
         T.STARTING: "the run begins, it moves to other slots, or a minute has passed since it died",
-        T.FAILED: "it died too often of late, never started, or waited too long for a node",
+        T.FAILED: "it died too often of late, never started, has lost its GPUs, or waited too long "
+        "for a node",
     },
     T.STARTING: {
         T.READY: "every rank is there and has published a version",
@@ -84,6 +89,10 @@ class TrainerLife:
         #: The slots that it is to move to; those it comes from, while it starts on the new ones.
         self.next: list[Slot] = []
         self.previous: list[Replica] = []
+        #: The node of rank 0, for as long as the run lasts.
+        self._head = self.replicas[0].slot.node
+        #: GPUs that are lost, by node and number.
+        self._lost: set[tuple[str, int]] = set()
         #: Nodes that are given up, and since when.
         self._gone: dict[str, Seconds] = {}
         self._ever_started = False
@@ -185,9 +194,9 @@ class TrainerLife:
         """A trainer that ends from now on is not started again."""
         self._ending = True
 
-    def gone(self, path: str, *, now: Seconds) -> list[Result]:
-        """Start the trainer, which is verified gone, again if the
-        run goes on and its budget allows.
+    def gone(self, path: str, lost: Sequence[LostGpu] = (), *, now: Seconds) -> list[Result]:
+        """Start the trainer, which is verified gone, again if the run goes on and its budget
+        allows, without the slots whose GPUs are ``lost``.
         """
         if self.state is not TrainerState.STOPPING:
             return []
@@ -195,6 +204,8 @@ class TrainerLife:
         actions = self._move(ReplicaState.IDLE, now=now, why=self.detail)
         if self._ending:
             return actions
+        if lost:
+            return [*actions, *self._go_on_without(lost, path, now)]
         if any(slot.node in self._gone for slot in self.next):
             self.next = []
             actions.append(ResizeRefused(self.detail))
@@ -209,6 +220,28 @@ class TrainerLife:
             return [*actions, *self._give_up(now)]
         self._restarts += 1
         return [*actions, self._wake(wait_s, now)]
+
+    def _go_on_without(self, lost: Sequence[LostGpu], path: str, now: Seconds) -> list[Result]:
+        """Start on the slots of the trainer that have lost nothing, rank 0 on its node."""
+        self._lost |= {(gpu.node, gpu.number) for gpu in lost}
+        self.detail, self.next = told_of(lost), []
+        had = self.previous or self.replicas
+        left = [one.slot for one in had if not self.has_lost(one.slot)]
+        left.sort(key=lambda slot: slot.node != self._head)
+        if not left or left[0].node != self._head:
+            return self._give_up(now)
+        told: list[Result] = []
+        for one in self.replicas:
+            if self.has_lost(one.slot):
+                one.move(ReplicaState.FAILED, now=now, why=self.detail)
+                one.role = Role.FAILED
+                text = f"{one.slot.id}: {self.detail}; the trainer goes on without that slot"
+                told += [Save(NoteRecord("slot", one.slot.id, now, text)), ReplicaChanged(one)]
+        return [*told, *self._start_on(left, [], path, now), ResizeRefused(self.detail)]
+
+    def has_lost(self, slot: Slot) -> bool:
+        """Whether a trainer on the slot died because a GPU of it is lost."""
+        return any((slot.node, gpu) in self._lost for gpu in slot.gpus)
 
     def _wake(self, wait_s: Seconds, now: Seconds) -> Wake:
         return Wake(TIMER, max(wait_s, self._started_at + RESTART_EVERY_S - now))
@@ -248,7 +281,8 @@ class TrainerLife:
     def back(self, node: str, *, now: Seconds) -> list[Result]:
         """Note that a node answers again, and start a trainer that waited only for it."""
         waited = node in self.waits_for
-        self._gone.pop(node, None)
+        if self._gone.pop(node, None) is not None:  # it was rebooted, or as good as that
+            self._lost = {gpu for gpu in self._lost if gpu[0] != node}
         if not waited:
             return []
         self._budget.refill()

@@ -176,7 +176,7 @@ class PlanController:
 
     def chosen(self, event: PlanChosen, *, now: Seconds) -> list[Result]:
         """Carry out the better plan that the planner has chosen, or say why not."""
-        objection = self._objection(event.plan)
+        objection = self._objection(event.plan, event.slots)
         if objection is not None:
             accepted, text = objection
             told = self._decided(event, None, text, now)
@@ -186,14 +186,15 @@ class PlanController:
         actions = self._adopt(event.plan, event.slots, cause, event.prediction, now)
         return told + actions + self._answer(event.order, accepted=True, text=_words(event.plan))
 
-    def _objection(self, plan: Plan) -> tuple[bool, str] | None:
+    def _objection(self, plan: Plan, slots: tuple[Slot, ...]) -> tuple[bool, str] | None:
         """Return why a plan is not adopted, and whether an order for it counts as carried out."""
         if _wanted_of(plan) == _wanted_of(self._reconciler.plan(())):
             return True, "the plan is today's already"
         held = [slot for slot, role in self.pins.items() if _role(plan, slot) is not role]
         if held:
             return False, f"the plan moves slots that are pinned: {', '.join(sorted(held))}"
-        return None
+        lost = self._reconciler.cannot_train(plan, slots)
+        return (False, lost) if lost else None
 
     def kept(self, event: PlanKept, *, now: Seconds) -> list[Result]:
         """The planner has looked, and today's plan stays."""
@@ -270,6 +271,8 @@ class PlanController:
             raise OrderRefused(f"there is no slot {unknown[0]}; the run has {names}")
         roles = {slot: self._reconciler.role_of(slot) for slot in known}
         plan = ordered_plan(self._recipe, slots, roles, today.train, dict(event.to), pins)
+        if lost := self._reconciler.cannot_train(plan, slots):
+            raise OrderRefused(lost)
         return plan, slots
 
     def _answer(self, order: str, *, accepted: bool, text: str) -> list[Result]:

@@ -290,8 +290,14 @@ class Reconciler:
             return training.resize([], now=now)
         return training.resize(slots, now=now)
 
+    def cannot_train(self, plan: Plan, slots: Iterable[Slot]) -> str:
+        """Return why the trainer cannot be where a plan of these slots has it; empty if it can."""
+        lost = {slot.id for slot in slots if self._training.life.has_lost(slot)}
+        hit = [slot for slot in plan.train if slot in lost]
+        return f"the trainer cannot be on {', '.join(hit)}: its GPU is lost" if hit else ""
+
     def resize_refused(self, why: str) -> list[Result]:
-        """Want the trainer where it is, since it did not start where the plan has it."""
+        """Want the trainer where it is, since it cannot be where the plan has it."""
         self._wanted.keep_trainer(self._training.slots, why)
         return [PlanMended()]
 

@@ -21,9 +21,11 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from libra_cli.config.errors import LibraError, ProcessError
 from libra_cli.core.events import Event
 from libra_cli.core.launch.process import ProcessSpec
+from libra_cli.core.types import LostGpu
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.exits import how_it_ended
+from libra_cli.runtime.hosts.lost_gpus import lost_gpus
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.processes.tasks import ProcessTasks
 from libra_cli.runtime.supervision.background import Background
@@ -55,6 +57,8 @@ class _Group(Generic[C]):
     connection: C | None = None
     watching: asyncio.Task[None] | None = None
     stopping: bool = False
+    failed: bool = False
+    """Whether it ended, or did not do its work, and nobody had asked for that."""
 
 
 class ProcessOwner(Generic[C]):
@@ -104,7 +108,7 @@ class ProcessOwner(Generic[C]):
         self, name: str, incarnation: int, work: Coroutine[Any, Any, Event]
     ) -> Event | None:
         """Do work on a group; a LibraError is its failure. None if the group ends before."""
-        return await self._tasks.during(name, work, partial(self._failed, name, incarnation))
+        return await self._tasks.during(name, work, partial(self._failure, name, incarnation))
 
     # -- coming ---------------------------------------------------------------------------------
 
@@ -160,18 +164,25 @@ class ProcessOwner(Generic[C]):
         name: str,
         *also: tuple[str, str],
         leave: Callable[[C], Coroutine[Any, Any, None]] | None = None,
-    ) -> None:
+    ) -> tuple[LostGpu, ...]:
         """Stop the processes of a group with everything they started, and verify that they are
-        gone, and those ``also``: a node and a process. ``leave`` asks the first before."""
+        gone, and those ``also``: a node and a process. ``leave`` asks the first before.
+
+        Returns:
+            The GPUs of a group that had failed which its hosts have lost.
+        """
         self._tasks.end(name)
         group = self._groups.get(name)
         places = set(also)
         if group is not None:
             places |= {(one.node, one.process) for one in group.processes}
             await self._let_go(group, leave)
-        await asyncio.gather(*(self._cluster.stop(*place) for place in sorted(places)))
+        failed = group.processes if group is not None and group.failed else ()
+        stopping = asyncio.gather(*(self._cluster.stop(*place) for place in sorted(places)))
+        lost, _ = await asyncio.gather(lost_gpus(self._cluster, failed), stopping)
         if self._groups.get(name) is group:
             self._groups.pop(name, None)
+        return lost
 
     async def _let_go(
         self, group: _Group[C], leave: Callable[[C], Coroutine[Any, Any, None]] | None = None
@@ -215,7 +226,13 @@ class ProcessOwner(Generic[C]):
 
     def _fail(self, name: str, group: _Group[C], reason: str) -> None:
         self._tasks.end(name)
-        self._post(self._failed(name, group.incarnation, reason))
+        self._post(self._failure(name, group.incarnation, reason))
+
+    def _failure(self, name: str, incarnation: int, reason: str) -> Event:
+        """Return the event of a group that failed; its GPUs are asked for when it is stopped."""
+        if (group := self._groups.get(name)) is not None:
+            group.failed = True
+        return self._failed(name, incarnation, reason)
 
     async def close(self) -> None:
         """Close all connections; the processes go on."""

@@ -166,8 +166,9 @@ class Servers:
         """Stop the server's process, with everything that it has started."""
         if (server := self.processes.get(action.slot)) is not None:
             self._probes.forget(server)
-        await self.processes.stop(action.slot, (node_of(action.slot), process_of(action.slot)))
-        return ServerStopped(action.slot, action.incarnation)
+        place = node_of(action.slot), process_of(action.slot)
+        lost = await self.processes.stop(action.slot, place)
+        return ServerStopped(action.slot, action.incarnation, lost)
 
     async def _sleep_or_wake(self, action: SleepServer | WakeServer) -> Event:
         """Have a server give back its memory, or take it again. Raises LibraError."""

@@ -108,8 +108,8 @@ class TrainerProcesses:
         A step's version, and its checkpoint if it has one, are events of their own, later.
         """
         if isinstance(action, StopTrainer):
-            await self.processes.stop(TRAINER, leave=lambda trainer: trainer.stop())
-            return TrainerStopped(action.incarnation)
+            lost = await self.processes.stop(TRAINER, leave=lambda trainer: trainer.stop())
+            return TrainerStopped(action.incarnation, lost)
         done = await self._while_alive(action.incarnation, self._perform(action))
         if isinstance(action, Train) and isinstance(done, StepDone):
             self._await_what_is_written(action, done)

@@ -88,8 +88,8 @@ class WorkerProcesses:
         """Carry out whatever the machine wants of a gradient worker; None if it ends meanwhile."""
         if isinstance(action, StopWorker):
             slot = self._slots[action.slot]
-            await self.processes.stop(slot.id, (slot.node, worker_of(slot.id)))
-            return WorkerStopped(action.slot, action.incarnation)
+            lost = await self.processes.stop(slot.id, (slot.node, worker_of(slot.id)))
+            return WorkerStopped(action.slot, action.incarnation, lost)
         work = self._start(action) if isinstance(action, StartWorker) else self._sync(action)
         return await self.processes.during(action.slot, action.incarnation, work)
 

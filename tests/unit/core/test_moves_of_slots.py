@@ -60,6 +60,7 @@ FAULTS = st.builds(
     worker_dies=st.sampled_from([0.0, 0.0, 0.005]),
     share_lost=st.sampled_from([0.0, 0.3]),
     abort_fails=st.sampled_from([0.0, 0.3]),
+    gpu_lost=st.sampled_from([0.0, 0.0, 0.1]),
     slow=st.sampled_from([0.0, 0.0, 0.03]),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,16 @@ import pytest
 from libra_cli.config.errors import HostError
 from libra_cli.core.events import Event, WorkerFailed, WorkerStarted
 from libra_cli.core.launch.process import ProcessSpec
+from libra_cli.core.preflight.lost_gpus import RunGpu
+from libra_cli.core.types import LostGpu
 from libra_cli.runtime.hosts.agent_messages import Exited
 from libra_cli.runtime.processes.owner import NotConnected, ProcessOwner
 
 TIMEOUT_S = 5.0
-RANKS = tuple(ProcessSpec(node, f"trainer-{rank}", (), {}, {}) for rank, node in enumerate("ab"))
+RANKS = tuple(
+    ProcessSpec(node, f"trainer-{rank}", (), {"CUDA_VISIBLE_DEVICES": f"GPU-{rank}"}, {})
+    for rank, node in enumerate("ab")
+)
 
 
 class FakeConnection:
@@ -42,6 +48,10 @@ class Scene:
         self.token = "t"
         self.stalls: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.watched: list[int] = []
+        self.gpus = {"b": (RunGpu("GPU-1", ""), RunGpu("GPU-2", ""))}
+        self.reached = {"a": self, "b": self}
+        self.hosts = self.reached
+        self.present: tuple[str, ...] = ("GPU-1", "GPU-2")
         cluster: Any = self
         self.owner: ProcessOwner[FakeConnection] = ProcessOwner(
             cluster,
@@ -61,6 +71,11 @@ class Scene:
         self.asked.append(("stop", node, process))
         if self.faults:
             raise self.faults.pop()
+
+    async def facts(self) -> Any:
+        """What the host says of its GPUs."""
+        self.asked.append(("facts",))
+        return SimpleNamespace(gpus_present=self.present, gpus_error="")
 
     async def _stalled(self, processes: Sequence[ProcessSpec], incarnation: int) -> str:
         self.watched.append(incarnation)
@@ -186,5 +201,50 @@ def test_a_group_that_begins_again_drops_the_connection_to_the_one_before() -> N
         assert before.closed
         scene.owner.exited(Exited("b", "trainer-1", 7, 1, "", False))
         assert scene.posted == []
+
+    play(story)
+
+
+async def ended(scene: Scene) -> None:
+    scene.owner.exited(Exited("b", "trainer-1", 7, 1, "CUDA error", False))
+
+
+async def could_not(scene: Scene) -> None:
+    async def work() -> Event:
+        raise HostError("it is not ready in time")
+
+    await scene.owner.during("g", 3, work())
+
+
+async def did_not_go_on(scene: Scene) -> None:
+    scene.stalls.set_result("rank 1 is stopped")
+    await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("fails", [ended, could_not, did_not_go_on])
+def test_when_a_group_that_failed_is_stopped_its_gpus_are_looked_for(
+    fails: Callable[[Scene], Awaitable[None]],
+) -> None:
+    async def story(scene: Scene) -> None:
+        scene.present = ("GPU-2",)
+        await scene.owner.start("g", 3, RANKS)
+        await fails(scene)
+        assert await scene.owner.stop("g") == (LostGpu("b", 0, "GPU-1"),)
+        assert await scene.owner.stop("g") == (), "it is forgotten with the group"
+
+    play(story)
+
+
+def test_gpus_that_are_there_or_of_a_group_that_did_its_work_are_not_lost() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.owner.start("g", 3, RANKS)
+        await ended(scene)
+        assert await scene.owner.stop("g") == ()
+        assert ("facts",) in scene.asked
+        scene.asked.clear()
+        scene.present = ()
+        await scene.owner.start("g", 4, RANKS)
+        assert await scene.owner.stop("g") == ()
+        assert ("facts",) not in scene.asked, "a planned stop is not held up"
 
     play(story)
