@@ -195,6 +195,9 @@ class NodeSpec(Section):
     slots: Positive | None = None
     """Equal parts that each have a role; on a host without GPUs they share its cores. Null: one,
     or where no node with GPUs names slots or a pool, whatever the planner cuts it into."""
+    cores: Positive | None = None
+    """Cores that each slot of a host without GPUs owns: its processes have as many threads, and
+    stay on cores of their own where the host has enough for all slots. Null: they share all."""
     pool: (
         Annotated[
             tuple[PoolName, ...],
@@ -252,6 +255,11 @@ class NodeSpec(Section):
         if self.share is None and self.gpus % slots:
             yield Problem(
                 ("slots", "gpus"), f"{self.gpus} GPUs do not split evenly into {slots} slots"
+            )
+        if self.cores is not None and self.gpus:
+            yield Problem(
+                ("cores", "gpus"),
+                f"is for hosts without GPUs, and gpus is {self.gpus}: leave cores out",
             )
         yield from self._share_problems()
         yield from environment_problems(self.env, "environment.secrets")

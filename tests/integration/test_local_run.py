@@ -8,6 +8,7 @@ its controller.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -49,7 +50,7 @@ def recipe_text(base: Path, models: Path) -> str:
     work = base / "work"
     work.mkdir(parents=True)
     (work / "models").symlink_to(models)
-    document["nodes"][0] |= {"workdir": str(work), "python": sys.executable}
+    document["nodes"][0] |= {"workdir": str(work), "python": sys.executable, "cores": 1}
     document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 32}]
     document["training"] |= {"groups_per_step": GROUPS, "checkpoint_every": 100}
     document["evaluation"] = {"num_tasks": TASKS, "samples": SAMPLES, "every": 2}
@@ -63,6 +64,8 @@ class Interrupted:
     live: Live
     status: int
     """The exit status of the interrupted controller."""
+    cores: dict[str, set[int]]
+    """Cores that every thread of a slot's processes may use, by the name of the process."""
     left: list[int]
     """Processes that the interrupted controller left."""
     restarts: list[tuple[int]]
@@ -82,6 +85,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Inte
     base = tmp_path_factory.mktemp("run")
     with live(recipe_text(base, models), base, Path.home(), in_terminal=True) as started:
         started.wait_step(1, timeout_s=2 * START_S)  # the model is built first
+        cores = {name: cores_of(started, name) for name in ("server-0", "trainer-0")}
         started.kill("server-0", "local")
         started.hang_up()
         started.wait_step(4, timeout_s=START_S)
@@ -94,7 +98,15 @@ def run(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[Inte
         arguments = ("run", str(started.recipe), "--resume", str(started.run_dir), "--detach")
         detached = started.libra(*arguments, timeout_s=START_S)
         resumed = started.libra("attach", str(started.run_dir), timeout_s=START_S + STEP_S)
-        yield Interrupted(started, status, left, restarts, checkpoint, detached, resumed)
+        yield Interrupted(started, status, cores, left, restarts, checkpoint, detached, resumed)
+
+
+def cores_of(started: Live, process: str) -> set[int]:
+    """The cores of all threads of a process of the run and of its children."""
+    pids = started.processes(f"LIBRA_PROCESS={process}")
+    threads = [int(task.name) for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
+    assert threads, f"{process} is not there"
+    return set[int]().union(*map(os.sched_getaffinity, threads))
 
 
 def damage(checkpoints: Path, step: int) -> None:
@@ -109,6 +121,12 @@ def test_an_interrupted_run_ends_soon_with_a_checkpoint_and_leaves_nothing(run):
     assert run.status == INTERRUPTED, run.live.told()
     assert run.left == []
     assert 4 <= run.checkpoint < STEPS
+
+
+def test_slots_stay_on_the_cores_that_they_own(run):
+    own = sorted(os.sched_getaffinity(0))
+    each = [{own[0]}, {own[1]}] if len(own) > 1 else [set(own)] * 2
+    assert [run.cores["server-0"], run.cores["trainer-0"]] == each
 
 
 def test_a_run_whose_terminal_was_closed_went_on_and_said_so_in_a_file(run):

@@ -2,9 +2,6 @@
 
 Contract: pure. Nothing secret is in an argv or in an environment: a process finds the run's token
 in the file that LIBRA_TOKEN_FILE names, which the host's agent sets, as it sets the run's markers.
-
-Without GPUs a process gets the cores of its slot as a number of threads, not as a fixed set: which
-cores a container may use is not known here, and a server's API process needs some too.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
 from libra_cli.config.recipe import ModelSpec, NodeSpec
+from libra_cli.core.launch.cores import cores_env
 from libra_cli.core.types import Slot, SlotId
 
 Dtype: TypeAlias = Literal["float32", "bfloat16"]
@@ -154,21 +152,13 @@ def common_env(
     They see the GPUs of these slots and no other, share their cores, and never go online. What a
     killed one leaves, files of vLLM and of torch's launcher, is where the run's end removes it.
     """
-    mine, parts = sum(len(slot.parts) for slot in slots), node.num_slots * processes
-    if node.is_open:  # no slot is a share of it, but its GPUs are
-        mine, parts = sum(len(slot.gpus) for slot in slots), node.gpus * processes
-    threads = f"<cores * {mine} / {parts}>"
-    if mine == parts:
-        threads = "<cores>"
-    if facts.cpus is not None:
-        threads = str(max(1, facts.cpus * mine // parts))
     return {
         **({"TMPDIR": facts.tmp_dir} if facts.tmp_dir else {}),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         VISIBLE: ",".join(_devices(node, slots, facts)),
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": threads,
+        **cores_env(node, slots, facts.cpus, processes=processes),
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_OFFLINE": "1",
     }

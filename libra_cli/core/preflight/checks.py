@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from libra_cli.core.preflight import (
+    cores,
     draft_heads,
     fabric,
     gpu_memory,
@@ -39,6 +40,7 @@ CHECKS = (
     Check("driver", True, python_checks.driver),
     Check("gpus", True, host_checks.gpus),
     Check("torch", True, python_checks.torch),
+    Check("cores", True, cores.cores),
     Check("memory", True, host_checks.memory),
     Check("gpu memory", True, gpu_memory.gpu_memory),
     Check("shares", True, shares.shares),

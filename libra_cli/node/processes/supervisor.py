@@ -36,6 +36,7 @@ from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.credentials import CREDENTIALS
 from libra_cli.node.processes import proc
 from libra_cli.node.processes.agent_log import LOG
+from libra_cli.node.processes.cores import PLACES, bound_to
 from libra_cli.node.processes.log_rotation import rotate
 from libra_cli.node.processes.ports import Ports
 from libra_cli.node.processes.private_files import private, write_private
@@ -226,7 +227,7 @@ class Supervisor:
         for path, text in files.items():
             self._write(path, text)
         log = self._log(name)
-        with open(log, "ab", opener=private) as output:
+        with open(log, "ab", opener=private) as output, bound_to(env.get(PLACES, "")):
             log_start = output.tell()
             popen = subprocess.Popen(
                 argv,

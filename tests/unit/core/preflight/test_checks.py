@@ -21,6 +21,7 @@ from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
 from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import CHECKS, examine
+from libra_cli.core.preflight.cores import cores
 from libra_cli.core.preflight.findings import Finding, Remedy, stopping, warning
 from libra_cli.core.preflight.gpu_memory import gpu_memory, locked_bytes
 from libra_cli.core.preflight.host_checks import clock_skew
@@ -134,7 +135,16 @@ def test_good_hosts_have_no_finding_and_a_line_for_every_check_that_was_made():
     assert wrong(case()) == []
     made = [one.check for one in found]
     assert made == [check.name for check in CHECKS if check.name in made]
-    not_made = {"torch", "names", "template", "teacher", "bandwidth", "quantization", "drafts"}
+    not_made = {
+        "torch",
+        "names",
+        "template",
+        "teacher",
+        "bandwidth",
+        "quantization",
+        "drafts",
+        "cores",
+    }
     assert {check.name for check in CHECKS} - {*made} == not_made
 
 
@@ -416,6 +426,28 @@ def test_a_process_is_not_given_two_instances_of_a_gpu():
     assert wrong(case(replace(FIRST, gpus=instances))) == [], "two servers of one each"
     trainer = case(second=replace(SECOND, gpus=instances))
     assert "(MIG)" in only(trainer, "gpus").what
+
+
+@pytest.mark.parametrize(
+    ("cpus", "each", "told"),
+    [(3, 1, None), (2, 1, "slots: 2"), (7, 3, "cores: 2"), (1, 2, "slots: 1")],
+)
+def test_slots_that_own_more_cores_than_there_are_overlap_and_are_told(cpus, each, told):
+    node = {"host": "local", "slots": 3, "cores": each, "pool": ["rollout", "hybrid", "train"]}
+    of = Recipe.model_validate({"nodes": [node], "model": {"build": {}}})
+    report = HostReport(facts=replace(FIRST, cpus=cpus))
+    found = list(cores(PreflightCase(of, initial_plan(of), {"local": report})))
+    assert found[-1].severity == "fine"
+    assert len(found) == 1 + (told is not None)
+    if told is not None:
+        assert found[0].severity == "warns"
+        assert f"own {3 * each} cores together ({each} each), it has {cpus}" in found[0].what
+        assert found[0].remedy is not None
+        assert told in found[0].remedy.command
+
+
+def test_slots_that_own_no_cores_are_not_examined():
+    assert list(cores(case())) == []
 
 
 def test_shared_memory_must_hold_the_versions_of_this_model():
