@@ -164,8 +164,9 @@ def test_measured_times_are_those_of_as_many_steps_as_the_planner_averages(cpu_r
     assert measured.train_s == pytest.approx(worked)
     assert measured.step_s is not None
     assert measured.step_s > worked
-    # Training waited in every step of this run, so rollout took all of each.
-    assert measured.rollout_s == pytest.approx(measured.step_s)
+    # Training waited in every step of this run, so rollout took all of each, but for what it
+    # played in the last ones for the next.
+    assert measured.rollout_s == pytest.approx(measured.step_s, rel=0.02)
 
 
 def test_a_rollout_that_was_held_back_is_told_by_how_long_trajectories_took(big_run: Path) -> None:
