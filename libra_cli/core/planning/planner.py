@@ -194,17 +194,17 @@ class Planner:
 
         The work to come is that of the middle of the horizon, if lengths change on as they did: for
         training of the trajectories that end then, for rollout of those that begin then and end
-        ``overlap`` steps later. In the first steps lengths grow since the short ones end first, and
-        what has ended is too short by as much. Where such trajectories are longer than anything
-        that fits, the work is taken as it was.
+        ``overlap`` steps later, or at the run's end. Where such trajectories are longer than
+        anything that fits, the work is taken as it was.
         """
         work = now.workload
         lengths = now.lengths[-len(now.measured) :] if now.measured else ()
         past = work.stretched(fmean(lengths) / work.mean_generated if lengths else 1.0)
-        middle = horizon(now.lengths, now.steps_left) / 2
+        middle = _horizon(now) / 2
+        begins = min(middle + work.overlap, inf if now.steps_left is None else now.steps_left)
         begun, ended = (
             work.stretched(expected_change(now.lengths, steps, work.spread))
-            for steps in (middle + work.overlap, middle)
+            for steps in (begins, middle)
         )
         try:
             return self._priced(now, profile, today, (begun, ended, past))
@@ -241,7 +241,7 @@ class Planner:
         """Return the candidate with the shortest steps, its moves'
         seconds shared by the horizon's steps.
         """
-        steps = max(1.0, horizon(now.lengths, now.steps_left))
+        steps = max(1.0, _horizon(now))
 
         def seconds(each: Candidate) -> Seconds:
             cost_s = moves_cost_s(found.profile, now.workload, today, each.layout)
@@ -264,7 +264,7 @@ class Planner:
         plan, slots = chosen.place()
         moves = self.space.moves(now, plan, slots, found.profile)
         cost_s = self.space.cost_s(now, chosen, plan, found.profile)
-        steps = horizon(now.lengths, now.steps_left)
+        steps = _horizon(now)
         admission = replace(self.admission, horizon=steps)
         why_not = admission.why_not(before, chosen.times, cost_s) if moves else NEAR
         return Decision(
@@ -347,6 +347,10 @@ def binding(search: Search, layout: Layout, now: Observation, *, measured: bool)
             )
             return Binding(Constraint.STALENESS, words)
     return search.binding(layout)
+
+
+def _horizon(now: Observation) -> float:
+    return horizon(now.lengths, now.steps_left, now.workload.spread)
 
 
 def _option(layout: Layout, times: Times) -> PlanOption:
