@@ -41,7 +41,6 @@ from libra_cli.core.observation import Observation, mean_step
 from libra_cli.core.planning.admission import Admission, expected_change, horizon
 from libra_cli.core.planning.recalibration import RecalibratedSearch, recalibrated
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
-from libra_cli.core.planning.transition import moves_cost_s
 from libra_cli.core.types import Plan, Prediction, Seconds, Slot, SlotId
 from libra_cli.core.workload import Workload
 
@@ -178,7 +177,7 @@ class Planner:
         found = self._recalibrated(now, profile, today)
         candidates = list(self.space.candidates(found.search, now))
         before = found.search.times(today)
-        chosen = self._chosen(now, found, today, candidates)
+        chosen = self._chosen(now, found, candidates)
         decision = self._judge(now, found, before, chosen)
         if decision.plan is None:  # say why not to have the one with the shortest steps
             chosen = self._nearest([(each.times.step_s, each) for each in candidates])
@@ -235,17 +234,16 @@ class Planner:
         self,
         now: Observation,
         found: RecalibratedSearch,
-        today: Layout,
         candidates: Sequence[Candidate],
     ) -> Candidate:
-        """Return the candidate with the shortest steps, its moves'
-        seconds shared by the horizon's steps.
+        """Return the candidate with the shortest steps, the seconds of its moves and of a restart
+        shared by the horizon's steps.
         """
         steps = max(1.0, _horizon(now))
 
         def seconds(each: Candidate) -> Seconds:
-            cost_s = moves_cost_s(found.profile, now.workload, today, each.layout)
-            return each.times.step_s + cost_s / steps
+            then, _ = each.place()
+            return each.times.step_s + self.space.cost_s(now, each, then, found.profile) / steps
 
         return self._nearest([(seconds(each), each) for each in candidates])
 

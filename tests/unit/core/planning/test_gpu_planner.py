@@ -172,6 +172,19 @@ def test_where_the_fastest_plan_does_not_pay_a_nearer_one_is_taken_that_does() -
     assert shapes[0] != shapes[1] == {1}
 
 
+def test_where_a_restart_does_not_pay_gradient_workers_come_beside_the_base_group() -> None:
+    """At any price of a restart training gets more GPUs; for nothing, in one group."""
+    linked, kept = replace(ROOMY, link_bandwidth=5e9), []
+    for resize_s in (0.0, 9e4):
+        moves = replace(A800.moves, resize_s=resize_s)
+        run = Run("libra", work(9000), replace(PROFILE, moves=moves, training=linked))
+        run.plan, run.slots = run.space.place(Layout((PlannedBucket(1, 24, 38_000, 128),), 8))
+        decision = run.planner.decide(run.observed(work(1000), steps_left=50))
+        assert decision.plan is not None, decision.why_not
+        kept.append(decision.plan.train == run.plan.train)
+    assert kept == [False, True]
+
+
 def test_near_the_end_nothing_is_moved_that_could_not_pay() -> None:
     run = Run("libra", work(1000))
     for left, moves in ((0, False), (50, True)):
