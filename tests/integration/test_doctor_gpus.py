@@ -1,19 +1,15 @@
 """``libra doctor`` on a host whose GPUs are troubled: in under 30 seconds it names what is wrong
 and the next thing to type.
 
-No GPU is here: nvidia-smi prints listings of ours, and torch is this machine's with the version of
-a build for CUDA 13.0. It sees those that ``FAKE_GPUS`` lists; Triton's own interpreter then runs
-the doctor's kernel.
+No GPU is here: nvidia-smi prints listings of ours, and torch sees those of ``tests.fake_gpus``.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import time
-import venv
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +18,7 @@ import pytest
 import yaml
 
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
+from tests.fake_gpus import SEES, python_for_cuda
 from tests.families import named_family
 from tests.live import CHECKOUT, LIBRA, require
 from tests.unit.node.test_nvidia import LISTED, SPLIT, gpu, log, process
@@ -35,22 +32,6 @@ pytestmark = [
 require("vllm")
 
 LIMIT_S = 30.0
-CUDA_13 = """
-__version__ = '2.13.0+cu130'
-cuda: str | None = '13.0'
-debug, git_version = False, ''
-hip = xpu = rocm = None
-"""
-FAKE_GPUS = """
-import os
-if os.environ.get("FAKE_GPUS"):
-    def _on_cpu(create):
-        return lambda *args, device=None, **options: create(*args, **options)
-    ones, arange = _on_cpu(ones), _on_cpu(arange)
-    cuda.is_available = lambda: True
-    cuda.device_count = lambda: len(os.environ["FAKE_GPUS"].split())
-    cuda.get_device_name, cuda.nccl.version = lambda index: "H100", lambda: (2, 29, 7)
-"""
 TWO = log(gpu(0), gpu(1))
 
 
@@ -73,7 +54,7 @@ class Trouble:
     severity: str = "stops"
 
 
-SEEN = {"FAKE_GPUS": "0 1", "TRITON_INTERPRET": "1"}
+SEEN = {**SEES, "FAKE_GPUS": "0 1"}
 TROUBLES = {
     "nvidia-smi takes 25 s and torch sees none": Trouble(
         "torch sees 0 GPUs, the recipe uses 2", "nvidia-smi; echo $CUDA_VISIBLE_DEVICES", seconds=25
@@ -138,22 +119,7 @@ TROUBLES = {
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment of Python with this one's packages, its torch as a build for CUDA."""
-    directory = tmp_path_factory.mktemp("cuda")
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None
-    assert spec.origin is not None
-    real, ours = Path(spec.origin).parent, directory / "packages/torch"
-    ours.mkdir(parents=True)
-    for entry in real.iterdir():
-        if entry.name not in {"version.py", "__init__.py", "__pycache__"}:
-            (ours / entry.name).symlink_to(entry)
-    (ours / "version.py").write_text(CUDA_13)
-    (ours / "__init__.py").write_text((real / "__init__.py").read_text() + FAKE_GPUS)
-    venv.create(directory / "venv", with_pip=False)
-    [site] = directory.glob("venv/lib/python*/site-packages")
-    rest = f"import site; site.addsitedir('{real.parent}')"
-    (site / "packages.pth").write_text(f"{ours.parent}\n{rest}\n")
-    return directory / "venv/bin/python"
+    return python_for_cuda(tmp_path_factory.mktemp("cuda"))
 
 
 def programs(directory: Path, without: str) -> str:

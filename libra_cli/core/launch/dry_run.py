@@ -22,7 +22,7 @@ from libra_cli.core.launch.trainer_backend import (
     trainer_processes,
     worker_process,
 )
-from libra_cli.core.types import Plan, Slot
+from libra_cli.core.types import Plan, Role, Slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def dry_run(
     return tuple(
         HostPlan(
             node=node,
-            slots=tuple((slot, roles[slot.id]) for slot in slots if slot.node == node.name),
+            slots=tuple((s, roles.get(s.id, Role.IDLE)) for s in slots if s.node == node.name),
             processes=tuple(
                 replace(spec, env=masked(spec.env)) for spec in specs if spec.node == node.name
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,17 @@ def test_a_dry_run_starts_each_process_on_its_own_gpus() -> None:
         if spec.process.startswith("server")
     ]
     assert len(set(seeds)) == len(placed[0].servers)
+
+
+def test_a_slot_that_a_plan_leaves_idle_is_shown_as_that() -> None:
+    """A run that goes on may have one: the trainer has left it, since its GPU is lost."""
+    recipe = recipe_of(*SIX)
+    plan, slots = planned(*SIX, lengths=SHORT)
+    left, _ = plan.servers[-1]
+    shown = dry_run(recipe, placed=(replace(plan, servers=plan.servers[:-1]), slots))
+    roles = {slot.id: role for host in shown for slot, role in host.slots}
+    assert roles[left] == "idle"
+    assert roles.keys() == {slot.id for slot in slots}
 
 
 def test_the_command_shows_the_plan_and_its_reasons(tmp_path: Path) -> None:
