@@ -2,6 +2,7 @@
 
     one half waited for more than ``MOST`` of each of ``MOST_STEPS`` steps    at once
     a first step has been timed                                               at once
+    before that, trajectories have ended that tell the lengths of the others  at most every 5 s
     one half waited for at least ``IDLE`` of a step                           after a rest
     the work has drifted since the last look: its lengths, turns or tools     after a rest
     the first steps tell something, since the first plan may be guesses       after a rest
@@ -16,9 +17,11 @@ What was measured is judged by the mean of the last ``steps_to_average``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from math import inf
 
 from libra_cli.core.planning.admission import drifted
+from libra_cli.core.types import Seconds
 
 IDLE = 0.15
 CALM = 0.10
@@ -27,6 +30,13 @@ MOST = 0.5
 MOST_STEPS = 2
 """Steps in a row, so that no single batch of stragglers starts a look."""
 COOLDOWN = 3
+LEAST_ENDED = 8
+"""Trajectories that have to have finished before they are asked what the others will be like."""
+MOST_ERROR = 0.25
+"""Standard error of the mean turns, a share of them, from which on it tells too little. Chosen."""
+MORE = 2
+"""Times as many have to have finished for another look by the clock."""
+EVERY_S: Seconds = 5.0
 FILLING = 1
 """Steps at the beginning that tell nothing: training waits for the first trajectories to grow."""
 
@@ -49,8 +59,12 @@ class ReplanTriggers:
         #: What the work was like at the last look.
         self._looked_work: dict[str, float] = {}
         self._ever_looked = False
-        #: Whether there was a look at the first step.
+        #: Whether there was a look at the first step; whether a step has been timed.
         self._begun = False
+        self._timed = False
+        #: Trajectories that had finished at the last look by the clock; when the next may be.
+        self._glanced = 0
+        self._glances_at: Seconds = -inf
 
     def due(self, idle: Mapping[str, float], work: Mapping[str, float], *, may: bool = True) -> str:
         """Return why to plan now; empty if there is no reason, or planning is not allowed
@@ -60,6 +74,7 @@ class ReplanTriggers:
         of late: means of at least 1, each by its name in words.
         """
         self._since += 1
+        self._timed = True
         self._looked_work = {**work, **self._looked_work}
         calm = {half for half, share in idle.items() if share < CALM}
         self._looked_at -= calm
@@ -71,6 +86,26 @@ class ReplanTriggers:
             self._mostly.clear()
             return ""
         return self._reason(idle, work) or self._early() or self._hurry(idle)
+
+    @property
+    def by_clock(self) -> bool:
+        """Whether no step has been timed yet, so that the clock says when to look."""
+        return not self._timed
+
+    def glance(self, ended: int, error: Callable[[], float], *, now: Seconds) -> str:
+        """Return why to plan by the clock, while no step has been timed; empty if nothing is told.
+
+        ``ended`` trajectories have finished, and the standard ``error`` of what they tell is asked
+        for only where it matters.
+        """
+        more = ended >= max(LEAST_ENDED, MORE * self._glanced)
+        if self._timed or not more or now < self._glances_at:
+            return ""
+        self._glances_at = now + EVERY_S
+        if error() > MOST_ERROR:
+            return ""
+        self._glanced = ended
+        return f"{ended} trajectories have ended"
 
     def rest(self) -> None:
         """Begin a rest, in which no reason counts: there is a new plan, or one was looked for."""

@@ -149,12 +149,13 @@ class Machine:
         if self._is_quiet(event):
             route(self.rollout.dispatch(now=now), actions, now)
             self._watch.see(actions)
+            route(self._watch.look(now=now), actions, now)
             return actions
         self._settle(actions, now)
         if self._agenda.rows:
             actions += self._router.slot_rows(now, self.scheduler.waiting)
         self._watch.see(actions)
-        route(self._watch.look(), actions, now)
+        route(self._watch.look(now=now), actions, now)
         row = self.run.changed_row(self.training.step, self.training.published, self.waiting)
         if row is not None:
             actions.insert(0, a.Save(row))

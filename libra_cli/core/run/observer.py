@@ -14,11 +14,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import exp, inf, log
 from statistics import fmean
 from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.costs.survival import TurnSurvival, completed
 from libra_cli.core.evidence import CostEvidence, PlayedTurn, Starts, TrainedStep
 from libra_cli.core.explanation import PastPrediction, past_prediction
 from libra_cli.core.observation import InPlay, MeasuredStep
@@ -99,6 +100,8 @@ class RunObserver:
         self._recipe = recipe
         newest = max(LEAST_SAMPLES, 2 * recipe.trajectories_per_step)
         self._samples: deque[TrajectorySample] = deque(maxlen=newest)
+        #: All that have finished, while the first steps' worth is in flight; None after that.
+        self._first: list[TrajectorySample] | None = []
         self._in_play = InPlay()
         #: Generated tokens of the turns that have ended since the newest step.
         self._played_tokens: Tokens = 0
@@ -162,12 +165,30 @@ class RunObserver:
 
     @property
     def workload(self) -> Workload | None:
-        """The work to come, as the newest finished trajectories tell it; None before the first."""
+        """The work to come, as the newest finished trajectories tell it; None before the first.
+
+        In the first steps, where these are the short ones, those under way count with the lengths
+        that they will have (``costs.survival``).
+        """
         if not self._samples:
             return None
         factor = self._conversations.tools.factor
-        samples = (replace(one, tool_s=one.tool_s * factor) for one in self._samples)
-        return workload_of(self._recipe, tuple(samples), self._extras.mean)
+        ended = [replace(one, tool_s=one.tool_s * factor) for one in self._first or self._samples]
+        samples = completed(ended, self._conversations.alive) if self._first else tuple(ended)
+        return workload_of(self._recipe, samples, self._extras.mean)
+
+    @property
+    def first_ended(self) -> int:
+        """Trajectories that have finished while the first steps' worth is in flight; 0 after."""
+        return len(self._first or ())
+
+    @property
+    def first_error(self) -> float:
+        """Standard error of the turns expected then, as a share; infinite where none is known."""
+        if not self._first:
+            return inf
+        alive = (one.turns for one in self._conversations.alive)
+        return TurnSurvival((one.turns for one in self._first), alive).error
 
     @property
     def signs(self) -> Mapping[str, float]:
@@ -228,6 +249,8 @@ class RunObserver:
         if sample is not None and row.state == "finished":
             self._samples.append(sample)
             self._training.finished(row)
+            if self._first is not None:
+                self._first.append(sample)
 
     def _step(self, row: StepRecord) -> None:
         began = row.started_at - row.waited_s if self._ended_at is None else self._ended_at
@@ -237,6 +260,8 @@ class RunObserver:
         self._lengths.append(row.mean_length)
         self._training.step(row, self._extras.step(row).trained)
         self._steps += 1
+        if self._steps > self._recipe.training.max_staleness:
+            self._first = None
         if self._steps <= FILLING or row.started_at < self._plan_at:
             return
         # What begins together at first meets its last call in one step, as never again.
@@ -258,6 +283,7 @@ class RunObserver:
             self._steps, self._ended_at = 0, None
             self._in_play.begin(now=row.at)
             self._conversations = _Conversations(self._samples.maxlen or 0)
+            self._first = None if self._samples else []
         self._plan, self._plan_at = row.plan, row.at
         self._measured.clear()
         self._training.plan(row)
@@ -269,7 +295,18 @@ class _Conversation:
 
     last: TurnRecord
     prompt: Tokens
+    generated: Tokens
+    turns: int = 1
     tool_s: Seconds = 0.0
+
+    @property
+    def so_far(self) -> TrajectorySample:
+        """Return the trajectory as far as it has come."""
+        context = self.last.prompt_tokens + self.last.generated_tokens
+        generated = max(1, self.generated)
+        prompt = min(self.prompt, max(0, context - generated))
+        observed = max(0, context - generated - prompt)
+        return TrajectorySample(prompt, generated, observed, self.turns, self.tool_s)
 
 
 class _Conversations:
@@ -285,9 +322,11 @@ class _Conversations:
         one = self._under_way.get(who)
         cached = 0
         if one is None:
-            self._under_way[who] = _Conversation(row, row.prompt_tokens)
+            self._under_way[who] = _Conversation(row, row.prompt_tokens, row.generated_tokens)
         else:
             before, one.last = one.last, row
+            one.turns += 1
+            one.generated += row.generated_tokens
             tool_s = max(0.0, row.queued_at - before.ended_at)
             one.tool_s += tool_s
             self.tools.returned(tool_s)
@@ -302,6 +341,11 @@ class _Conversations:
             max(0, row.prompt_tokens - cached),
             row.generated_tokens,
         )
+
+    @property
+    def alive(self) -> tuple[TrajectorySample, ...]:
+        """Return the trajectories under way, as far as they have come."""
+        return tuple(one.so_far for one in self._under_way.values())
 
     def ended(self, row: TrajectoryRecord) -> TrajectorySample | None:
         """Return the trajectory's lengths; None if it never played a turn.

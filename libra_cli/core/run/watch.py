@@ -54,9 +54,12 @@ class RunWatch:
             signs = self._observer.signs
             yield from self._parts.controller.on_step_done(row, self._ready_share, signs, now=now)
 
-    def look(self) -> list[Result]:
-        """Ask the planner, if that is due."""
-        return self._parts.controller.look(self.observe)
+    def look(self, *, now: Seconds) -> list[Result]:
+        """Ask the planner, if that is due by now."""
+        controller, observer = self._parts.controller, self._observer
+        if observer.first_ended:
+            controller.glance(observer.first_ended, lambda: observer.first_error, now=now)
+        return controller.look(self.observe)
 
     @property
     def _ready_share(self) -> float:

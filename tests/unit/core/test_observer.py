@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from math import exp, log
+from math import exp, inf, log
 from typing import Any
 
 import pytest
@@ -52,9 +52,9 @@ ROOM: dict[str, Any] = {
 
 
 def tool_seconds(observer: RunObserver) -> set[float]:
-    """Of all trajectories that stand for the work to come."""
+    """Of the finished trajectories that stand for the work to come, beside those under way."""
     assert observer.workload is not None
-    return {round(sample.tool_s, 1) for sample in observer.workload.samples}
+    return {round(sample.tool_s, 1) for sample in observer.workload.samples[: observer.first_ended]}
 
 
 def test_tools_that_take_longer_now_are_seen_before_their_trajectories_end() -> None:
@@ -93,6 +93,28 @@ def test_the_step_that_all_first_groups_are_due_in_is_no_measure_of_rollout() ->
     assert measured == [(5.0, 1.0, 0.0), (10.0, 6.0, 5.0), (10.0, 6.0, 5.0)]
 
 
+def test_in_the_first_steps_those_under_way_count_as_long_as_they_will_be() -> None:
+    recipe = world.recipe(**ROOM, training={"groups_per_step": 8, "max_staleness": 1})
+    observer = RunObserver(recipe)
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    assert (observer.first_ended, observer.first_error) == (0, inf)
+    for group in range(40):
+        for turn in range(1 if group < 20 else 2):
+            observer.saw(replace(TURN, group_id=group, turn=turn))
+    for group in range(20):
+        observer.saw(replace(ENDED, group_id=group, turns=1, generated_tokens=10))
+    assert observer.first_ended == 20
+    assert 0 < observer.first_error < 1
+    assert observer.workload is not None
+    turns = [sample.turns for sample in observer.workload.samples]
+    assert turns[:20] == [1] * 20
+    assert min(turns[20:]) > 2
+    for step in (1, 2):
+        observer.saw(sample_run.step_record(step, step * 10.0))
+    assert observer.first_ended == 0
+    assert {sample.turns for sample in observer.workload.samples} == {1}
+
+
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 def test_work_overlaps_and_steps_are_averaged_by_how_stale_a_batch_may_be(staleness: int) -> None:
     recipe = world.recipe(training={"groups_per_step": 8, "max_staleness": staleness}, **ROOM)
@@ -117,6 +139,8 @@ def test_the_work_to_come_is_that_of_two_steps_and_of_256_trajectories(
         model=ROOM["model"],
     )
     observer = RunObserver(recipe)
+    for step in (1, 2):
+        observer.saw(sample_run.step_record(step, step * 10.0))
     for group in range(310):
         observer.saw(replace(TURN, group_id=group))
         observer.saw(replace(ENDED, group_id=group, turns=1 if group < 300 else 5))
@@ -378,7 +402,7 @@ def test_a_change_of_tools_counts_by_how_far_it_is_beyond_its_standard_error() -
     variance = (4 * (2.0 / mean - 1) ** 2 + (4.0 / mean - 1) ** 2) / 5
     error, change = variance * (1 / 5 + 1 / 4), log(mean / then)
     assert observer.workload is not None
-    (sample,) = observer.workload.samples
+    sample, _ = observer.workload.samples
     told = 8.0 * exp(change**3 / (change**2 + error))
     assert sample.tool_s == pytest.approx(told)
     assert 8.0 < told < 8.0 * mean / then

@@ -5,14 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.planning import controller
-from libra_cli.core.planning.triggers import COOLDOWN, ReplanTriggers
+from libra_cli.core.planning.triggers import (
+    COOLDOWN,
+    EVERY_S,
+    LEAST_ENDED,
+    MORE,
+    MOST_ERROR,
+    ReplanTriggers,
+)
 from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
 from libra_cli.core.rollout.groups import GroupState
 from libra_cli.core.types import Prediction
@@ -137,6 +147,39 @@ def test_a_step_in_which_nobody_may_look_is_no_step_of_a_streak():
         bool(triggers.due({"training": 0.6}, {}, may=may)) for may in (True, False, True, True)
     ]
     assert looks == [False, False, False, True]
+
+
+@given(st.lists(st.tuples(st.floats(0, 9), st.integers(0, 9), st.floats(0, 0.6)), max_size=80))
+def test_the_planner_is_asked_by_the_clock_as_often_as_it_may_be(
+    told: list[tuple[float, int, float]],
+) -> None:
+    triggers, now, ended, asked, looks = ReplanTriggers(1000, 2.0), 0.0, 0, [], []
+
+    def error(share: float) -> float:
+        asked.append(now)
+        return share
+
+    for passed, more, share in told:
+        now, ended = now + passed, ended + more
+        if triggers.glance(ended, partial(error, share), now=now):
+            assert share <= MOST_ERROR
+            looks.append(ended)
+    assert all(after - before >= EVERY_S for before, after in pairwise(asked))
+    assert all(after >= MORE * before for before, after in pairwise(looks))
+    assert all(count >= LEAST_ENDED for count in looks)
+    triggers.due({}, {})
+    assert not triggers.glance(10 * (ended + LEAST_ENDED), lambda: 0.0, now=now + EVERY_S)
+
+
+def test_what_few_trajectories_tell_is_looked_at_once_more_of_them_have_ended() -> None:
+    triggers = ReplanTriggers(1000, 2.0)
+    glance = triggers.glance
+    assert not glance(LEAST_ENDED - 1, lambda: 0.0, now=0.0)
+    assert not glance(LEAST_ENDED, lambda: 1.1 * MOST_ERROR, now=1.0)
+    assert not glance(LEAST_ENDED, lambda: 0.0, now=5.0)
+    assert glance(LEAST_ENDED, lambda: 0.0, now=6.0) == f"{LEAST_ENDED} trajectories have ended"
+    assert not glance(MORE * LEAST_ENDED - 1, lambda: 0.0, now=60.0)
+    assert glance(MORE * LEAST_ENDED, lambda: 0.0, now=60.0)
 
 
 def test_turns_that_have_become_more_start_a_look():
@@ -334,3 +377,33 @@ def test_the_first_plan_is_a_decision_where_a_planner_made_it():
     assert (decision.plan, decision.step, decision.why) == (0, 0, "the run begins")
     assert json.loads(decision.explanation_json)["move"] is False
     assert len(steps.controller.begin(None, step=0, now=7.0)) == 1
+
+
+@pytest.mark.parametrize(("factor", "moves"), [(0.99, False), (1.01, True)])
+@pytest.mark.parametrize("timed", [True, False])
+def test_before_a_step_has_been_timed_a_plan_has_to_be_better_by_more_than_predictions_err(
+    factor: float, *, moves: bool, timed: bool
+):
+    world = scene()
+    if timed:
+        world.steps_on(6)
+    plan = world.machine.reconciler.plan(())
+    (slot, _), *rest = plan.servers
+    plan = replace(plan, servers=tuple(rest), gradient=(*plan.gradient, slot))
+    told = sample_run.MOVED
+    before_s = told.chosen.step_s * controller.UNTIMED_GAIN * factor
+    told = replace(told, today=replace(told.today, step_s=before_s))
+    world.machine.controller.chosen(e.PlanChosen(plan, world._slots, explanation=told), now=9.0)
+    assert (world.machine.plan == plan) is (moves or timed)
+
+
+@pytest.mark.parametrize(("kind", "asks"), [("libra", True), ("fixed", False)])
+def test_the_planner_is_asked_by_the_clock_where_it_may_move_slots(kind: str, asks: bool) -> None:
+    world = scene(kind=kind)
+    world.until(lambda: world.machine.observe() is not None)
+    made = controller.PlanController(world.recipe, world.machine.reconciler, world.machine.plan)
+    made.glance(LEAST_ENDED, lambda: 0.0, now=3.0)
+    looks = made.look(world.machine.observe)
+    assert [look.why for look in looks if isinstance(look, a.Propose)] == (
+        [f"{LEAST_ENDED} trajectories have ended"] if asks else []
+    )
