@@ -174,6 +174,7 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
             link_bandwidth=evidence.link_bandwidth or training.link_bandwidth,
         )
         priced = replace(profile, training=training)
+        priced = priced.with_moves_seen(evidence.starts, sleep=recipe.rollout.sleep)
         known = facts.gpu_gib < UNCHECKED_GIB  # else what there is room for is not computed
         return priced.quantized(recipe.rollout.quantization) if known else priced
 

@@ -72,6 +72,7 @@ class Seen:
 def recipe(base: Path, models: Path, gpus: FakeGpus) -> str:
     document = with_fake_servers(yaml.safe_load(recipe_text(base, models)))
     document["run"]["steps"] = 1000
+    document["nodes"][0].pop("cores")
     document["nodes"][0] |= {
         "gpus": len(POOLS),
         "slots": len(POOLS),

@@ -66,7 +66,7 @@ from libra_cli.core.costs.mixture_server import MixtureServerCost
 from libra_cli.core.costs.mixture_transformer import Attention, MixtureTransformer
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.server import ServerCost
-from libra_cli.core.evidence import Recalibration
+from libra_cli.core.evidence import Recalibration, Starts
 from libra_cli.core.types import Seconds, Tokens
 from libra_cli.core.workload import Workload
 
@@ -443,6 +443,11 @@ def passes_of(training: TrainingSpec) -> float:
     return training.epochs + FORWARD * (without + again)
 
 
+WAKE_S: Seconds = 5.0
+"""Seconds until a server that sleeps serves again. ESTIMATED, NOT MEASURED ON A GPU: 16 GB of
+weights at 4 to 8 GB/s from the host's memory, and their proof. The first that wakes replaces it."""
+
+
 @dataclass(frozen=True, slots=True)
 class MoveCost:
     """Seconds that the GPUs of a move do nothing.
@@ -542,6 +547,29 @@ class Profile:
         """Return these costs times the factors: ``rollout`` for servers, ``training`` for steps."""
         slower = self.scaled(factors.rollout)
         return replace(slower, training=slower.training.scaled(factors.training))
+
+    def with_moves_seen(self, starts: Starts, *, sleep: bool) -> Profile:
+        """Return these costs with the moves that a run has seen in the place of estimates.
+
+        Where servers ``sleep`` and one has left its GPUs, those have it back after ``WAKE_S`` until
+        a run has seen how long that takes.
+        """
+        left, back = starts.to_training_s, starts.to_rollout_s
+        if left is None and back is None:
+            return self
+        told = [f"seen in this run: to training {left:.1f} s"] if left is not None else []
+        told += [f"seen in this run: to rollout {back:.1f} s"] if back is not None else []
+        if back is None and sleep:
+            back = WAKE_S
+            told.append(f"a server that sleeps wakes in {back:.0f} s: ESTIMATED, NOT MEASURED")
+        moves = replace(
+            self.moves,
+            to_training_s=self.moves.to_training_s if left is None else left,
+            to_rollout_s=self.moves.to_rollout_s if back is None else back,
+        )
+        before = self.provenance.get("moves", "")
+        words = "; ".join([*told, f"the others: {before}"])
+        return replace(self, moves=moves, provenance={**self.provenance, "moves": words})
 
     def on_network(self, gigabits: float) -> Profile:
         """The same where a host's link carries so many gigabits a second: the gradients of a

@@ -16,7 +16,8 @@ from libra_cli.cli.main import app
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.mixtures import MixtureRefused
-from libra_cli.core.costs.profile import NothingFits, ProfileError
+from libra_cli.core.costs.profile import WAKE_S, NothingFits, ProfileError
+from libra_cli.core.evidence import CostEvidence, Starts
 from libra_cli.core.launch.dry_run import dry_run
 from libra_cli.core.launch.gpu_nodes import gpus_of
 from libra_cli.core.launch.placement import initial_plan
@@ -220,6 +221,17 @@ def test_a_dry_run_starts_each_process_on_its_own_gpus() -> None:
         if spec.process.startswith("server")
     ]
     assert len(set(seeds)) == len(placed[0].servers)
+
+
+@pytest.mark.parametrize(("sleep", "to_rollout_s"), [(True, WAKE_S), (False, 90.0)])
+def test_a_live_planner_learns_what_moves_take_from_its_run(
+    sleep: bool, to_rollout_s: float
+) -> None:
+    recipe = recipe_of(*SIX, planner={"profile": "a800-qwen3-14b"}, rollout={"sleep": sleep})
+    plan, _ = planned(*SIX, lengths=SHORT)
+    evidence = CostEvidence(starts=Starts(to_training_s=41.0))
+    priced = live_planner(recipe, A800).costs(plan, evidence)
+    assert (priced.moves.to_training_s, priced.moves.to_rollout_s) == (41.0, to_rollout_s)
 
 
 def test_a_slot_that_a_plan_leaves_idle_is_shown_as_that() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core.costs.architecture import DenseTransformer
 from libra_cli.core.costs.profile import (
+    WAKE_S,
     MemoryModel,
     MoveCost,
     NothingFits,
@@ -21,6 +22,7 @@ from libra_cli.core.costs.profile import (
     passes_of,
 )
 from libra_cli.core.costs.server import ServerCost
+from libra_cli.core.evidence import Starts
 from libra_cli.core.planning.rollout_table import RolloutTable
 from libra_cli.core.planning.training_table import TrainingTable, together_s
 from libra_cli.core.workload import BatchOverhead, TrajectorySample, Workload
@@ -41,6 +43,32 @@ SERVERS = {
 }
 MOVES = MoveCost(to_training_s=8.0, to_rollout_s=11.0, resize_s=90.0, start_s={1: 36.0, 2: 28.0})
 PROFILE = Profile("p", "A100", "M", SERVERS, TRAINING, MOVES, 0.004, {"servers": "measured"})
+
+
+@pytest.mark.parametrize(
+    ("starts", "sleep", "to_training_s", "to_rollout_s"),
+    [
+        (Starts(), True, 8.0, 11.0),
+        (Starts(server_s=70.0, trainer_s=50.0), True, 8.0, 11.0),
+        (Starts(to_training_s=40.0), False, 40.0, 11.0),
+        (Starts(to_training_s=40.0), True, 40.0, WAKE_S),
+        (Starts(to_training_s=40.0, to_rollout_s=7.0), True, 40.0, 7.0),
+        (Starts(to_rollout_s=70.0), False, 8.0, 70.0),
+        (Starts(to_training_s=0.0, to_rollout_s=0.0), False, 0.0, 0.0),
+    ],
+)
+def test_moves_cost_what_a_run_has_seen_of_them_and_a_first_waking_what_is_estimated(
+    starts: Starts, sleep: bool, to_training_s: float, to_rollout_s: float
+) -> None:
+    """A server sleeps only where one has left its GPUs: before that the next one starts cold."""
+    seen = PROFILE.with_moves_seen(starts, sleep=sleep)
+    moves = replace(MOVES, to_training_s=to_training_s, to_rollout_s=to_rollout_s)
+    assert replace(seen, provenance=PROFILE.provenance) == replace(PROFILE, moves=moves)
+    told = seen.provenance.get("moves", "")
+    assert ("ESTIMATED" in told) == (to_rollout_s == WAKE_S)
+    assert ("seen in this run: to training" in told) == (starts.to_training_s is not None)
+    assert ("seen in this run: to rollout" in told) == (starts.to_rollout_s is not None)
+    assert seen.provenance["servers"] == "measured"
 
 
 def test_where_weights_are_quantized_there_is_room_for_more_tokens() -> None:
