@@ -153,6 +153,9 @@ class ShareSpec(Section):
     """
     train: Share
     """The rank's share. torch takes no more of a GPU; without GPUs nothing holds the rank to it."""
+    serve: Literal["always", "when-idle"] = "always"
+    """When the server takes requests. ``always``: both compute at once. ``when-idle``: only while
+    the trainer waits for a batch; turns that a step finds there go on elsewhere."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield shares that leave nothing of the memory to anybody else."""
@@ -208,9 +211,9 @@ class NodeSpec(Section):
     ) = None
     """What its slots may do: one word for all of them, or a list with one for each. Null: auto."""
     share: ShareSpec | None = None
-    """A server and a rank of the trainer side by side on its one GPU, each with a share of the
-    GPU's memory: {rollout: 0.3, train: 0.6}. Of a host without GPUs they are shares of its memory.
-    They are its two slots, and stay what they are. Null: no two processes share a GPU."""
+    """A server and the trainer side by side on its GPUs, each with a share of the memory of every
+    GPU: {rollout: 0.3, train: 0.6}. Of a host without GPUs they are shares of its memory. They are
+    its two slots, and stay what they are. Null: no two processes share a GPU."""
     python: str | None = None
     """The interpreter. Null: libra's own for ``local``, ``~/.libra/venv/bin/python`` over SSH."""
     workdir: str = "~/.libra"
@@ -265,15 +268,9 @@ class NodeSpec(Section):
         yield from environment_problems(self.env, "environment.secrets")
 
     def _share_problems(self) -> Iterator[Problem]:
-        """Yield shares of what is not one memory, or of others than a server and a trainer."""
+        """Yield shares of others than a server and a trainer."""
         if self.share is None:
             return
-        if self.gpus > 1:
-            yield Problem(
-                ("share", "gpus"),
-                f"is for one GPU, and gpus is {self.gpus}: leave it out, so that server and "
-                "trainer have GPUs of their own (slots: 2), or set gpus: 1",
-            )
         if self.slots not in (None, 2) or sorted(self.slot_pools) != ["rollout", "train"]:
             yield Problem(
                 ("share", "slots", "pool"),

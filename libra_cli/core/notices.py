@@ -71,8 +71,8 @@ class ServerAnswered(NoticeBase):
 
 
 @dataclass(frozen=True, slots=True)
-class GraceOver(NoticeBase):
-    """The turns on the draining server have had their time, and are broken off."""
+class TurnsBroken(NoticeBase):
+    """The turns on the server are broken off, and go on elsewhere from the tokens they have."""
 
     slot: SlotId
 
@@ -166,7 +166,7 @@ Notice: TypeAlias = (
     | ServerProved
     | ServerLost
     | ServerAnswered
-    | GraceOver
+    | TurnsBroken
     | RequestSent
     | RequestEnded
     | RequestBroke

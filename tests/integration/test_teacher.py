@@ -136,7 +136,9 @@ def test_tokens_that_it_cannot_take_are_refused(served: Served):
 RECIPE = """
 run: {{name: taught, steps: 3}}
 nodes:
-  - {{host: local, share: {{rollout: {share}, train: 0.3}}, env: {{OMP_NUM_THREADS: "1"}}}}
+  - host: local
+    share: {{rollout: {share}, train: 0.3, serve: when-idle}}
+    env: {{OMP_NUM_THREADS: "1"}}
 model: {{path: {model}, max_len: {max_len}}}
 environment: {{name: pointer-chase}}
 teacher: {{url: {url}, api_key: "${{TEACHER_API_KEY}}"}}
@@ -149,7 +151,7 @@ training:
   loss: distill
   groups_per_step: 4
   learning_rate: 1e-3
-  max_staleness: 0
+  max_staleness: 1
   checkpoint_every: 3
   micro_batch_tokens: 2048
   export: {{at_end: []}}
@@ -175,6 +177,10 @@ def test_a_policy_that_is_its_teacher_learns_nothing_and_every_step_says_so(
         assert run.query("SELECT count(*) FROM notes WHERE kind = 'teacher'") == [(0,)]
         log = next((tmp_path / ".libra").rglob("logs/server-0.log")).read_text()
         assert re.search(r"Explicitly set \(0\.2[45]/", log), "its share leaves so much for a cache"
+        began = "SELECT count(*) FROM turns JOIN steps ON turns.started_at"
+        assert run.query(f"{began} > steps.ended_at")[0][0] > 0
+        during = run.query(f"{began} BETWEEN steps.started_at AND steps.ended_at")
+        assert during == [(0,)], "the server takes requests while the trainer waits"
         written = (
             "".join(path.read_text(errors="ignore") for path in run.run_dir.rglob("*.json*"))
             + run.told()

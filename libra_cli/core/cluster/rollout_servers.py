@@ -47,6 +47,7 @@ from libra_cli.core.notices import (
     ServerAnswered,
     ServerLost,
     ServerProved,
+    TurnsBroken,
 )
 from libra_cli.core.records import SampleRecord, SyncRecord, to_metrics_json
 from libra_cli.core.scheduling.server_queues import ServerQueue
@@ -83,10 +84,14 @@ class RolloutServers(ReplicaSet):
         plan: Plan,
         slots: Iterable[Slot],
         cost_of: Callable[[Bucket], ServerLaw],
+        when_idle: frozenset[SlotId] = frozenset(),
         *,
         may_sleep: bool = False,
     ) -> None:
         super().__init__()
+        self.when_idle = when_idle
+        """Slots whose GPUs are the trainer's, and whose servers take requests while it waits."""
+        self._step_under_way = False
         self.may_sleep = may_sleep
         """Whether a server that leaves its slot keeps its process."""
         by_id = {slot.id: slot for slot in slots}
@@ -145,7 +150,14 @@ class RolloutServers(ReplicaSet):
 
     def routable(self) -> list[ServerQueue]:
         """The queues of the servers that a request may be sent to now, in plan order."""
-        return [self._queue(replica) for replica in self.replicas.values() if replica.routable]
+        return [self._queue(self.replicas[slot]) for slot in self.routable_slots]
+
+    @property
+    def routable_slots(self) -> list[SlotId]:
+        """The slots of the servers that a request may be sent to now, in plan order."""
+        held = self.when_idle if self._step_under_way else ()
+        every = self.replicas.items()
+        return [slot for slot, replica in every if replica.routable and slot not in held]
 
     def _queue(self, replica: Replica) -> ServerQueue:
         assert replica.bucket is not None
@@ -235,6 +247,20 @@ class RolloutServers(ReplicaSet):
         for slot, replica in self.replicas.items():
             if replica.state in (ReplicaState.IDLE, ReplicaState.ASLEEP):
                 replica.role = Role.ROLLOUT if slot in wanted else Role.IDLE
+
+    # -- GPUs shared with the trainer -----------------------------------------------------------
+
+    def step_begins(self) -> list[Result]:
+        """Leave the GPUs that are the trainer's to its step; turns there go on elsewhere."""
+        self._step_under_way = True
+        shared = [slot for slot in self.replicas if slot in self.when_idle]
+        broken = [TurnsBroken(slot) for slot in shared if self.replicas[slot].running]
+        return [RoutingChanged(), *broken] if shared else []
+
+    def step_over(self) -> list[Result]:
+        """Take requests on the trainer's GPUs again, since it waits for a batch."""
+        over, self._step_under_way = self._step_under_way, False
+        return [RoutingChanged()] if over and self.when_idle else []
 
     # -- versions -------------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ def rank_gpu_gib(node: NodeSpec, gpu_gib: float) -> float:
 def shared_cache_bytes(
     launch: ServerLaunch, node: NodeSpec, rollout: RolloutSpec, model: ModelSpec
 ) -> int:
-    """Return the bytes of the KV cache of a server on a node with shares; 0 where vLLM measures, or
-    no memory is left for one."""
+    """Return the bytes of each GPU for the KV cache of a server on a node with shares; 0 where vLLM
+    measures, or no memory is left for one."""
     slot, shape = launch.slot, launch.shape
     drafts = rollout.speculative is not None and rollout.speculative.has_head
     memory = launch.facts.gpu_gib if slot.gpus else launch.facts.memory_gib
@@ -57,4 +57,4 @@ def shared_cache_bytes(
         return 0
     taken = server_overhead_gib(slot.num_devices) if slot.gpus else CPU_SERVER_GIB
     weights = served_bytes(shape, rollout.quantization, NUMBER_BYTES[dtype_of(model, [slot])])
-    return max(0, int((node.share.rollout * memory - taken) * GIB - weights))
+    return max(0, int((node.share.rollout * memory - taken) * GIB - weights / slot.num_devices))

@@ -36,9 +36,10 @@ def _free(node: NodeSpec, share: ShareSpec, facts: NodeFacts) -> Iterator[Findin
     whole (``vllm/v1/worker/utils.py``, ``request_memory``)."""
     whole, free, what = facts.mem_total, facts.mem_free, "its memory"
     if node.gpus:
-        gpu = next(iter(facts.gpus), None)
-        if gpu is None or not gpu.mem_total:
+        known = [gpu for gpu in facts.gpus[: node.gpus] if gpu.mem_total]
+        if not known:
             return
+        gpu = min(known, key=lambda one: one.mem_free / one.mem_total)
         whole, free, what = gpu.mem_total, gpu.mem_free, f"GPU {gpu.device}"
     wanted = (share.rollout + share.train) * whole
     if free >= wanted:

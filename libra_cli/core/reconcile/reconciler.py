@@ -30,7 +30,7 @@ from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import ReplicaSet
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TrainerGroup
-from libra_cli.core.notices import GraceOver, PlanMended, Result
+from libra_cli.core.notices import PlanMended, Result, TurnsBroken
 from libra_cli.core.reconcile.desired_state import DesiredState
 from libra_cli.core.reconcile.migration import SlotMigration
 from libra_cli.core.reconcile.migrations import WORKING, MigrationTracker
@@ -232,7 +232,7 @@ class Reconciler:
         if server is None or server.state is not ReplicaState.DRAINING:
             return []
         if what == ABORT:
-            return [GraceOver(slot)]
+            return [TurnsBroken(slot)]
         return self._servers.take_out(server, WHY, now=now)
 
     def _start_free(self, now: Seconds) -> list[Result]:

@@ -59,10 +59,10 @@ class NoticeRouter:
         match notice:
             case n.RequestSent() | n.RequestEnded() | n.RequestBroke():
                 return self._tell_servers(notice, now)
-            case n.ServerProved() | n.GraceOver() | n.GroupClosed() | n.ServerAnswered():
+            case n.ServerProved() | n.TurnsBroken() | n.GroupClosed() | n.ServerAnswered():
                 return self._tell_rollout(notice, now)
             case n.StepClaimed() | n.StepOver():
-                return self._tell_workers(notice, now)
+                return self._tell_of_step(notice, now)
             case n.StepTaken(row):
                 return self.watch.step_taken(row, now=now)
             case n.VersionOut() | n.VersionsLost():
@@ -90,12 +90,14 @@ class NoticeRouter:
         return []
 
     def _tell_rollout(
-        self, notice: n.ServerProved | n.GraceOver | n.GroupClosed | n.ServerAnswered, now: Seconds
+        self,
+        notice: n.ServerProved | n.TurnsBroken | n.GroupClosed | n.ServerAnswered,
+        now: Seconds,
     ) -> list[n.Result]:
         match notice:
             case n.ServerProved(slot):
                 return self.parts.rollout.proved(slot, now=now)
-            case n.GraceOver(slot):
+            case n.TurnsBroken(slot):
                 return self.parts.rollout.abort(slot)
             case n.GroupClosed(group):
                 return self.parts.rollout.closed(group, now=now)
@@ -104,13 +106,14 @@ class NoticeRouter:
             case _:
                 assert_never(notice)
 
-    def _tell_workers(self, notice: n.StepClaimed | n.StepOver, now: Seconds) -> list[n.Result]:
-        workers = self.parts.workers
+    def _tell_of_step(self, notice: n.StepClaimed | n.StepOver, now: Seconds) -> list[n.Result]:
+        servers, workers = self.parts.servers, self.parts.workers
         if isinstance(notice, n.StepOver):
-            return workers.step_over(notice, now=now)
+            return [*servers.step_over(), *workers.step_over(notice, now=now)]
         gpus = sum(rank.slot.num_devices for rank in self.parts.training.replicas)
         train = notice.train
-        return [replace(train, shares=workers.shares(train.samples, gpus))]
+        shares = workers.shares(train.samples, gpus)
+        return [*servers.step_begins(), replace(train, shares=shares)]
 
     def _tell_of_versions(self, notice: n.VersionOut | n.VersionsLost) -> list[n.Result]:
         results: list[n.Result] = []

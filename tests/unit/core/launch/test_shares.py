@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -12,6 +13,8 @@ import pytest
 
 from libra_cli.app.dry_run import plan_of
 from libra_cli.config.recipe import Recipe
+from libra_cli.core import actions as a
+from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.costs.architecture import PUBLISHED
 from libra_cli.core.costs.memory import GIB, served_bytes
 from libra_cli.core.launch.placement import initial_plan, slots_of
@@ -60,6 +63,19 @@ def test_a_server_has_its_share_and_its_cache_is_what_that_leaves():
     assert given["--gpu-memory-utilization"] == "0.3"
     cache = int(given["--kv-cache-memory-bytes"])
     assert cache == pytest.approx((0.3 * 24 - 3) * GIB - served_bytes(SMALL), abs=1)
+
+
+def test_of_several_gpus_each_holds_its_part_of_the_weights():
+    made = recipe(node={"gpus": 4})
+    serves, trains = slots_of(made)
+    assert serves.gpus == trains.gpus == (0, 1, 2, 3)
+    spec = server_process(
+        made, serves, Bucket("TP4", 4, 8, 512), facts(gpu_gib=24.0), model_dir="/m", shape=SMALL
+    )
+    given = dict(pairwise(spec.argv))
+    cache = int(given["--kv-cache-memory-bytes"])
+    assert given["--tensor-parallel-size"] == "4"
+    assert cache == pytest.approx((0.3 * 24 - 4) * GIB - served_bytes(SMALL) / 4, abs=1)
 
 
 def test_without_gpus_shares_are_of_the_host_s_memory():
@@ -156,3 +172,53 @@ def test_neighbours_come_and_go_without_one_another(gpus: int):
     assert world.steps[-1].step == 5
     assert world.end is not None
     assert world.end.state == "finished"
+
+
+def _shared(host: str, serve: str) -> dict[str, Any]:
+    return {"host": host, "gpus": 1, "share": {"rollout": 0.3, "train": 0.6, "serve": serve}}
+
+
+class _Onlooker(World):
+    """Notes, whenever a request is sent and whenever a step begins, what the other half does."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sent: Counter[tuple[str, bool]] = Counter()
+        self.broken: Counter[str] = Counter()
+
+    def _do_generate(self, action: a.Generate) -> None:
+        busy = self.machine.training.state is TrainerState.BUSY
+        self.sent[action.slot, busy] += 1
+        super()._do_generate(action)
+
+    def _do_abort_turn(self, action: a.AbortTurn) -> None:
+        self.broken[action.slot] += 1
+        super()._do_abort_turn(action)
+
+
+@pytest.mark.parametrize("serve", ["always", "when-idle"])
+def test_a_server_on_the_trainer_s_gpus_takes_requests_while_it_waits(serve: str):
+    nodes = [_shared("a", serve), {"host": "b", "gpus": 1, "pool": "rollout"}]
+    sent: Counter[tuple[str, bool]] = Counter()
+    broken: Counter[str] = Counter()
+    for seed in range(6):
+        seen = _Onlooker(Random(seed), Faults(), small(nodes=nodes, run={"steps": 12}))
+        assert seen.run().steps[-1].step == 12
+        sent += seen.sent
+        broken += seen.broken
+    assert sent["a/0", False] > 0
+    assert sent["b/0", True] > 0
+    waits = serve == "when-idle"
+    assert (sent["a/0", True] == 0, broken["a/0"] > 0) == (waits, waits)
+    assert not broken["b/0"]
+
+
+def test_turns_that_a_step_finds_on_its_gpus_go_on_with_what_they_have():
+    """The world's model checks that no token of a turn is lost or doubled where it goes on."""
+    nodes = [_shared(host, "when-idle") for host in ("a", "b")]
+    faults = Faults(server_dies=0.005, trainer_dies=0.01, start_fails=0.1)
+    seen = _Onlooker(Random(3), faults, small(nodes=nodes))
+    seen.run()
+    assert seen.steps[-1].step == 5
+    assert sum(seen.broken.values()) > 0
+    assert not any(busy for _, busy in seen.sent)
