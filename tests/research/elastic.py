@@ -165,7 +165,7 @@ def table(seeds: Mapping[int, Mapping[str, LoadedRun]]) -> Iterator[str]:
             yield f"| {arm} | {len(runs)} | {' | '.join(_columns(runs))} |"
     moved = {seed: list(moves_of(found)) for seed, found in seeds.items() if "moves" in found}
     yield ""
-    yield "| move to | seeds | s a step before | after | had it stayed | earned of a step |"
+    yield "| move to | seeds | s a step before | after | had it stayed | % of that earned |"
     yield "|" + 6 * " --- |"
     for role in KEPT:
         moves = [move for found in moved.values() for move in found if move.to == role]
@@ -174,7 +174,7 @@ def table(seeds: Mapping[int, Mapping[str, LoadedRun]]) -> Iterator[str]:
             told([move.before_s for move in moves]),
             told([move.after_s for move in moves]),
             told([move.kept_s for move in moves]),
-            told([100 * gain for gain in gains], ".0f") + " %",
+            told([100 * gain for gain in gains], ".0f"),
         )
         yield f"| {role} | {len(moves)} | {' | '.join(columns)} |"
 
