@@ -243,6 +243,7 @@ def _works() -> Mapping[str, Callable[[Any], dict[str, Any]]]:
         "greedy": server.greedy,
         "killed": server.killed,
         "lora": server.lora,
+        "sleep": server.sleep,
         "offload": trainer.offload,
         "run": run.run,
         "all_reduce": ranks.all_reduce,

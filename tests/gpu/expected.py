@@ -264,6 +264,22 @@ CHECKS = (
         NO_PROOF,
     ),
     Check(
+        "sleep",
+        "server",
+        "rollout.sleep: a server gives its memory back, takes it again, loads a version and proves "
+        "it",
+        (
+            Number("sleep_s", must=(0, 120), expect=(0.2, 5), on_cpu=(0, 10)),
+            Number("back_s", must=(0, 240), expect=(0.5, 8), on_cpu=(0, 60)),
+            Number("gave_back_gib", must=(0.5, MOST), on_cpu=(0.5, 2)),
+            Number("kept_gib", must=(0, 6), expect=(0.5, 2.5), gpu_only=True),
+            Number("whole_turns", must=YES),
+            Number("gap_ratio", must=(0, 5), expect=(0.5, 2), on_cpu=(0.5, 2)),
+            GAP,
+        ),
+        "leave rollout.sleep out, and tell us; kept: what `libra doctor` counts is 2 GiB",
+    ),
+    Check(
         "offload",
         "offload",
         "moments in the host's memory: a step, a checkpoint, resumed, bit by bit the same",

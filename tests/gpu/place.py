@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,8 +79,13 @@ class Place:
         """The server of this process, started with the model if there is none."""
         return self._server or self.start(self.model)[0]
 
-    def start(self, model: Path, ranks: int = 1) -> tuple[Server, float]:
-        """Start a server in place of the one before; returns it and the seconds that it took."""
+    def start(
+        self, model: Path, ranks: int = 1, rollout: Mapping[str, Any] | None = None
+    ) -> tuple[Server, float]:
+        """Start a server in place of the one before; returns it and the seconds that it took.
+
+        ``rollout`` are more keys of that section of its recipe.
+        """
         self.stop()
         require(model)
         began = time.monotonic()
@@ -93,6 +99,7 @@ class Place:
                 rollout={
                     "gpu_memory": SHARE,
                     "buckets": [{"name": "all", "max_num_seqs": self.size.seats}],
+                    **(rollout or {}),
                 },
                 start_s=START_S,
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -152,6 +152,41 @@ def lora(place: Place) -> dict[str, Any]:
     paused = server.load(directory)
     size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return {"probe_gap": server.gap(directory), "adapter_mb": size / 1e6, "paused_s": paused}
+
+
+def sleep(place: Place) -> dict[str, Any]:
+    """Have a server that may sleep give its memory back, take it again, and load and prove a
+    version."""
+    server, start_s = place.start(place.model, rollout={"sleep": True})
+    newest, family = place.versions[-1], _family(server)
+    server.load(newest)
+    server.whole(TURNS)
+    gap, awake_mib = server.gap(newest), _memory_mib(place, family)
+    sleep_s = _seconds(server, server.bench.server.sleep)
+    kept_mib = _memory_mib(place, family)
+    wake_s = _seconds(server, server.bench.server.wake)
+    began = time.monotonic()
+    server.load(newest)
+    after = server.gap(newest)
+    load_s = time.monotonic() - began
+    turns = server.whole(TURNS)
+    return {
+        "sleep_s": sleep_s,
+        "wake_s": wake_s,
+        "back_s": wake_s + load_s,
+        "start_s": start_s,
+        "gave_back_gib": (awake_mib - kept_mib) / 1024,
+        "kept_gib": kept_mib / 1024,
+        "probe_gap": after,
+        "gap_ratio": after / max(gap, 1e-9),
+        "whole_turns": [len(turn.token_ids) for turn in turns] == [TOKENS] * TURNS,
+    }
+
+
+def _seconds(server: Server, order: Callable[[], Awaitable[None]]) -> float:
+    began = time.monotonic()
+    server.play(order)
+    return time.monotonic() - began
 
 
 def two_gpus(place: Place) -> dict[str, Any]:
