@@ -26,6 +26,9 @@ from libra_cli.core.planning.search import PlannerSettings
 from libra_cli.core.types import Plan
 from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu, require_law
 
+OWN_PRICES = "this run"
+"""The origin of prices that a run itself has shown."""
+
 
 class PricesError(LibraError):
     """No profile has prices for the model on these hosts, so nothing can be planned."""
@@ -78,7 +81,7 @@ def shipped_for(recipe: Recipe, gpus: frozenset[str]) -> Profile | None:
 
 @dataclass(frozen=True, slots=True)
 class CostChoice:
-    """Where a planner's costs come from: ``given``, ``shipped`` or ``this run``."""
+    """Where a planner's costs come from: ``given``, ``shipped`` or ``OWN_PRICES``."""
 
     source: CostSource
     origin: str
@@ -109,7 +112,7 @@ def costs_of_run(recipe: Recipe, gpus: frozenset[str], name: str | None = None) 
         parameter_bytes=2 if has_gpus else 4,  # versions are bf16 on GPUs, fp32 elsewhere
     )
     note = "prices are taken from this run: memory is not known to them and not checked"
-    return CostChoice(observed, "this run", (note,))
+    return CostChoice(observed, OWN_PRICES, (note,))
 
 
 def _always(profile: Profile) -> CostSource:

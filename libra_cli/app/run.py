@@ -2,7 +2,7 @@
 
 the parts of the recipe -> run directory and its database -> where it goes on, if it does
     -> hosts -> first plan -> machine and driver -> end   (``runtime.session``)
-    -> report
+    -> what was lost to the best plan that stays (``what_if.certificate``) -> report
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ def run(
     resume: bool,
     watch: Callable[[Record], None],
     note: Callable[[str], None],
+    certify: Callable[[Path], None],
 ) -> Path | None:
     """``libra run``: everything, to the end. Returns the report, if there was anything to report.
+
+    ``certify`` is told of a run that has ended, before its report is made.
 
     Raises:
         LibraError: what a user can act on.
@@ -48,12 +51,16 @@ def run(
     mask = masker(known_secrets(recipe))
     told = Listeners(watch, lambda text: note(mask(text)), mask)
     with masked_errors(mask):
-        return _run(recipe, recipe_path, run_dir.absolute(), told, resume=resume)
+        run_dir = run_dir.absolute()
+        _run(recipe, recipe_path, run_dir, told, resume=resume)
+        certify(run_dir)
+        tolerance = recipe.weight_sync.tolerance
+        return write_report(run_dir, tolerance=tolerance, now=time.time())
 
 
 def _run(
     recipe: Recipe, recipe_path: Path, run_dir: Path, told: Listeners, *, resume: bool
-) -> Path | None:
+) -> None:
     row = _first_row(recipe_path, run_dir, recipe.run.steps)
     if resume:
         refuse_while_alive(run_dir)
@@ -73,7 +80,6 @@ def _run(
             f"the run failed: {last.error}",
             hint=f"libra status {run_dir}; libra logs NODE PROCESS shows a process's own words",
         )
-    return write_report(run_dir, tolerance=recipe.weight_sync.tolerance, now=time.time())
 
 
 def _first_row(recipe_path: Path, run_dir: Path, steps: int) -> RunRecord:

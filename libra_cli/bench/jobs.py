@@ -20,9 +20,7 @@ from libra_cli.bench.regret_causes import PlannedStep, planned_steps
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.training import TrainingSpec
-from libra_cli.core import actions as a
 from libra_cli.core.costs.expected import guessed_lengths, samples_around
-from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.baselines import STATIC, first_layout, planner_of
 from libra_cli.core.planning.gpu_placement import GpuPlacement
@@ -30,10 +28,11 @@ from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
 from libra_cli.core.planning.training_table import TrainingTable
 from libra_cli.core.rollout.staleness import rule_of
-from libra_cli.core.types import Bucket, Seconds, Tokens, TrajectoryId
+from libra_cli.core.types import Seconds, Tokens, TrajectoryId
 from libra_cli.core.workload import BatchOverhead, TrajectoryLimits, TrajectorySample, Workload
 from libra_cli.sim.config import SimConfig
 from libra_cli.sim.drift import NO_DRIFT, Drift
+from libra_cli.sim.priced_scene import priced_scene, server_law
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import World
 
@@ -273,24 +272,12 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
             "planner": _planner_spec(job),
         }
     )
-    moves, around = job.profile.moves, job.profile.surroundings
-    switch_s = SWITCH_S if layout.colocated else 0.0
-    return SimConfig(
-        recipe=recipe,
-        plan=plan,
-        slots=slots,
-        cost_of=partial(_cost, job.profile),
-        guess_of=partial(_cost, job.believed),
-        train_s=partial(_train_s, job.profile, switch_s),
-        start_s=lambda bucket: moves.start(bucket.tensor_parallel),
-        to_training_s=moves.to_training_s,
-        resize_s=moves.resize_s,
-        sync_s=around.sync_s,
-        stall_s=around.stall_s,
-        turn_s=around.turn_s,
-        gradient_s=job.profile.training.transfer_s,
-        fixed_s=job.profile.training.step_s,
+    scene = priced_scene(
+        job.profile,
+        guess_of=partial(server_law, job.believed),
+        switch_s=SWITCH_S if layout.colocated else 0.0,
     )
+    return scene(recipe=recipe, plan=plan, slots=slots)
 
 
 def _planner_spec(job: Job) -> dict[str, object]:
@@ -298,24 +285,6 @@ def _planner_spec(job: Job) -> dict[str, object]:
     if job.layout is not None or job.planner in STATIC:
         return {"kind": "fixed"}
     return {} if job.planner in ("libra", TOLD) else {"plan_interval": 1}
-
-
-def _cost(profile: Profile, bucket: Bucket) -> ServerLaw:
-    return profile.servers[bucket.tensor_parallel]
-
-
-def _train_s(
-    profile: Profile, switch_s: Seconds, samples: tuple[a.TrainSample, ...], gpus: int
-) -> Seconds:
-    """Return the seconds of a step on ``gpus`` GPUs, with ``switch_s`` before it."""
-    batch = tuple(_sample(sample) for sample in samples)
-    return switch_s + profile.training.seconds(max(1, gpus), Workload(batch, len(batch)))
-
-
-def _sample(sample: a.TrainSample) -> TrajectorySample:
-    trajectory = sample.trajectory
-    other = len(trajectory.token_ids) - trajectory.generated
-    return TrajectorySample(prompt=other, generated=max(1, trajectory.generated))
 
 
 def _row(job: Job, world: World) -> ResultRow:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -20,8 +22,17 @@ from libra_cli.cli.bench_options import (
     hand_down,
     taking,
 )
-from libra_cli.cli.reports import Experiment, run_experiments, show_report, warn, working
-from libra_cli.cli.terminal import err, errors_told
+from libra_cli.cli.reports import (
+    Experiment,
+    Json,
+    only_json,
+    run_experiments,
+    show_report,
+    warn,
+    working,
+    write_json,
+)
+from libra_cli.cli.terminal import err, errors_told, out
 
 bench = typer.Typer(
     help="Measure policies and planners in a simulator, on real traces.",
@@ -89,6 +100,35 @@ def regret(context: typer.Context, asked: BenchOptions) -> None:
     from libra_cli.bench.regret import regret as compare
 
     _run([compare], replace(asked, traces=asked.traces or REGRET_TRACES))
+
+
+@bench.command()
+def run(
+    run_dir: Annotated[Path, typer.Argument(help="The directory of a run, ended or not.")],
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=2, help="On so many GPUs, or slots of a host without, as planned."),
+    ] = None,
+    bound: Annotated[int | None, typer.Option(min=0, help="training.max_staleness.")] = None,
+    gpu: Annotated[str, typer.Option(help="On another GPU that libra has prices of: h100.")] = "",
+    rule: Annotated[str, typer.Option(help="training.staleness.")] = "",
+    planner: Annotated[str, typer.Option(help="planner.kind: fixed or libra.")] = "",
+    json_file: Json = None,
+) -> None:
+    """A run of yours played again: as it was, and as it would have been."""
+    from libra_cli.app.what_if.command import Changes, what_if
+    from libra_cli.bench.config import RULES, parse_names
+    from libra_cli.core.json_form import json_form
+    from libra_cli.report.terminal.what_if import what_if_view
+
+    with errors_told():
+        staleness = RULES[parse_names("rule", rule, tuple(RULES))[0]] if rule else ""
+        kind = parse_names("planner", planner, ("fixed", "libra"))[0] if planner else ""
+        with working() as progress:
+            told = what_if(run_dir, Changes(gpus, bound, gpu, rule, staleness, kind), progress)
+        write_json(json_file, json_form(told))
+        if not only_json(json_file):
+            out.print(what_if_view(told))
 
 
 @bench.command()

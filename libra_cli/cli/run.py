@@ -82,6 +82,7 @@ def attach(run_dir: RunDir = None) -> None:
 
 def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
     from libra_cli.app import run as commands
+    from libra_cli.app.what_if.certificate import certify
     from libra_cli.report.terminal.lasting_output import keep_output
     from libra_cli.report.terminal.progress import Progress
     from libra_cli.runtime.store.run_directory import CONSOLE_LOG
@@ -95,6 +96,7 @@ def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
             resume=resume,
             watch=progress.on,
             note=progress.note,
+            certify=certify,
         )
     _print_end(run_dir, path, report)
 

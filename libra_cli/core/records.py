@@ -681,6 +681,36 @@ class NoteRecord:
     """When the matter was resolved; None while it is not."""
 
 
+@dataclass(frozen=True, slots=True)
+class RegretRecord:
+    """What a run lost to the best plan that stays, in hindsight: simulated on its own trajectories
+    and prices when it ended."""
+
+    TABLE: ClassVar[str] = "regrets"
+    KEY: ClassVar[tuple[str, ...]] = ("against",)
+    against: str
+    """``static``: the best of the plans that stay from the first step to the last."""
+    at: float
+    text: str
+    """The certificate in a sentence, or why there is none."""
+    regret: float | None = None
+    """1 - seconds under that plan / seconds as it was, both simulated; None if it is not known."""
+    ci95: float | None = None
+    """Half of the 95 % interval of ``regret``; None of a single simulation."""
+    plan: str = ""
+    """The best plan, as ``rollout=2, train=1``."""
+    plans: int = 0
+    """Plans that stay which were simulated."""
+    steps: int = 0
+    """The run's last steps that were simulated."""
+    seeds: int = 0
+    """Resamplings of its groups that were simulated, the run's own order among them."""
+    error: float | None = None
+    """Simulated over measured seconds of the run as it was, less 1: + is simulated too slow."""
+    seconds: float = 0.0
+    """Seconds that finding out took."""
+
+
 Record: TypeAlias = (
     RunRecord
     | NodeRecord
@@ -702,4 +732,5 @@ Record: TypeAlias = (
     | EvaluationRecord
     | ExportRecord
     | NoteRecord
+    | RegretRecord
 )

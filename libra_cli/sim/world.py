@@ -15,6 +15,7 @@ a start take. What is not: the network, failures, and the tokens themselves, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 from libra_cli.config.errors import LibraError
@@ -46,24 +47,28 @@ class Performs(Protocol):
         """Put the events that the action ends in on the heap."""
 
 
-class SimPlanner:
-    """Asks a planner, which takes no virtual time, and learns the slots of its plans."""
+PlannerAnswer = Callable[[a.Propose], e.PlanChosen | e.PlanKept]
+"""Answers whoever asks for a plan."""
 
-    def __init__(
-        self, time: VirtualTime, planner: DecisionMaker | None, slots: dict[SlotId, Slot]
-    ) -> None:
+
+def no_planner(asked: a.Propose) -> e.PlanKept:
+    """Return the answer of a run that nobody plans for: today's plan stays."""
+    return e.PlanKept("this run has no planner", asked.order)
+
+
+class SimPlanner:
+    """Asks for plans, which takes no virtual time, and learns their slots."""
+
+    def __init__(self, time: VirtualTime, answer: PlannerAnswer, slots: dict[SlotId, Slot]) -> None:
         self._time = time
-        self._planner = planner
+        self._answer = answer
         self._slots = slots
 
     def perform(self, action: a.Propose | a.AnswerOrder) -> None:
         """Ask it; in virtual time nobody gives orders, so none is answered."""
         if isinstance(action, a.AnswerOrder):
             return
-        if self._planner is None:
-            self._time.later(e.PlanKept("this run has no planner", action.order), 0.0)
-            return
-        event = answer(self._planner, action)
+        event = self._answer(action)
         if isinstance(event, e.PlanChosen):
             self._slots.update({slot.id: slot for slot in event.slots})
         self._time.later(event, 0.0)
@@ -87,7 +92,9 @@ class World:
         groups: Iterator[tuple[RecordedEpisode, ...]],
         *,
         planner: DecisionMaker | None = None,
+        plans: PlannerAnswer = no_planner,
     ) -> None:
+        """A run of this scene; ``plans`` stands for a ``planner`` where there is none."""
         self.scene = scene
         self.recording = Recording()
         self.time = time = VirtualTime()
@@ -115,16 +122,16 @@ class World:
             scene.resize_s,
             trained=self.recording.trained,
         )
-        self._owners = self._owned(planner)
+        self._owners = self._owned(plans if planner is None else partial(answer, planner))
 
-    def _owned(self, planner: DecisionMaker | None) -> dict[type, Performs]:
+    def _owned(self, plans: PlannerAnswer) -> dict[type, Performs]:
         scene = self.scene
         owners: list[tuple[Any, Performs]] = [
             (a.ServerAction | a.TurnAction, self.servers),
             (a.EpisodeAction, self.episodes),
             (a.TrainerAction, self._trainer),
             (a.WorkerAction, SimWorkers(self._trainer, scene.to_training_s, scene.sync_s)),
-            (a.Propose | a.AnswerOrder, SimPlanner(self.time, planner, self._slots)),
+            (a.Propose | a.AnswerOrder, SimPlanner(self.time, plans, self._slots)),
             (a.AskTeacher, NoTeacher()),
             (a.Wake, self.time),
         ]
@@ -196,12 +203,12 @@ class World:
     def busy_gpu_s(self) -> Seconds:
         """GPU seconds in which a server, past or present, had something to do."""
         every = [*self.servers.engines.items(), *self.servers.retired]
-        return sum(engine.busy_s * len(self._slots[slot].gpus) for slot, engine in every)
+        return sum(engine.busy_s * self._slots[slot].num_devices for slot, engine in every)
 
     def served_gpu_s(self) -> Seconds:
         """GPU seconds in which a server was loading its first version, serving or draining."""
         return sum(
-            (span[3] - span[2]) * len(self._slots[span[0]].gpus)
+            (span[3] - span[2]) * self._slots[span[0]].num_devices
             for span in self.spans()
             if span[0] in self._slots and span[1] in ("serving", "draining", "joining")
         )

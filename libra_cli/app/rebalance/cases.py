@@ -11,7 +11,7 @@ from pathlib import Path
 
 from libra_cli.app.costs import costs_of_run, profile_of_recipe, recipe_planner
 from libra_cli.app.first_plan import first_plan, recorded_samples
-from libra_cli.app.rebalance.replay import gpu_names, observation_of_run
+from libra_cli.app.rebalance.observation import gpu_names, observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.observation import Observation

@@ -47,6 +47,9 @@ How the numbers are made (``RECENT`` = 10):
                            is what travelled for all of them, and .full_bytes what would have, had
                            each of the pulls been a full copy
 
+    regret                 what the run lost to the best plan that stays, found when it ended; null
+                           before, and of a run of an older libra
+
 A controller that died wrote no end. It is recognised by its pid, the pid's start time and the boot
 it belongs to, and the run is then shown as failed; it ended when it last wrote.
 """
@@ -65,6 +68,7 @@ from libra_cli.core.records import (
     NodeRecord,
     PlanRecord,
     ProcessRecord,
+    RegretRecord,
     SlotRecord,
 )
 from libra_cli.report.status import slots as slot_parts
@@ -135,6 +139,7 @@ class RunSummary:
     decision: DecisionRecord | None
     checkpoint: step_parts.CheckpointPart | None
     models: list[ExportRecord]
+    regret: RegretRecord | None
     warnings: list[WarningPart]
     errors: list[str]
 
@@ -201,6 +206,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         decision=decided[-1] if decided else None,
         checkpoint=step_parts.checkpoint(steps),
         models=reader.exports(),
+        regret=reader.regret(),
         warnings=warnings_of(reader),
         errors=errors_of(reader, run, slots, syncs),
     )

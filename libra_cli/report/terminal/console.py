@@ -95,6 +95,7 @@ def final_view(
         at = summary.checkpoint
         fact(facts, "checkpoint", Text(f"step {at.step}  {at.path}", overflow="fold"))
     _fact_models(facts, summary)
+    _fact_regret(facts, summary)
     if report:
         fact(facts, "report", Text(str(report), overflow="fold"))
     parts.append(Padding(facts, (0, 0, 0, 2)))
@@ -179,11 +180,18 @@ def _facts(summary: RunSummary, *, now: float) -> Table:
     if summary.checkpoint:
         fact(facts, "checkpoint", f"step {summary.checkpoint.step}")
     _fact_models(facts, summary)
+    _fact_regret(facts, summary)
     if run.state in LIVE and run.waiting:
         fact(facts, "waiting", Text(run.waiting, style="bold"))
     elif run.ended_at is not None:
         fact(facts, "ended", f"{duration(now - run.ended_at)} ago")
     return facts
+
+
+def _fact_regret(facts: Table, summary: RunSummary) -> None:
+    """What the run lost to the best plan that stays, once it has ended."""
+    if summary.regret is not None and summary.run.state not in LIVE:
+        fact(facts, "hindsight", summary.regret.text)
 
 
 def _fact_models(facts: Table, summary: RunSummary) -> None:

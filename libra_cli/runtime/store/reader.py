@@ -39,6 +39,7 @@ from libra_cli.core.records import (
     PlanRecord,
     ProcessRecord,
     Record,
+    RegretRecord,
     RunRecord,
     SampleRecord,
     SlotRecord,
@@ -198,6 +199,11 @@ class Reader:
         """The checkpoints that the run made models of, in that order."""
         return self.rows(ExportRecord, order="at")
 
+    def regret(self) -> RegretRecord | None:
+        """What the run lost to the best plan that stays; None where nobody has found out."""
+        rows = self.rows(RegretRecord)
+        return rows[-1] if rows else None
+
     def notes(self) -> list[NoteRecord]:
         """What a person must know, in the order it was told last."""
         return self.rows(NoteRecord, order="at")
@@ -339,6 +345,18 @@ class Reader:
         return [
             TurnPlacement(slot, before, bool(first), turns) for slot, before, first, turns in rows
         ]
+
+    def played_since(self, group: int) -> tuple[list[TrajectoryRecord], list[TurnRecord]]:
+        """The trajectories of that group and of later ones, and their turns; not those of
+        evaluations."""
+        where = f"group_id >= ? AND {_FOR_TRAINING}"
+        rows = self.rows(TrajectoryRecord, where, (group,))
+        return rows, self.rows(TurnRecord, where, (group,))
+
+    def turn_count(self) -> int:
+        """How many turns the run has played, without those of evaluations."""
+        ((number,),) = self._all(f"SELECT count(*) FROM turns WHERE {_FOR_TRAINING}")
+        return int(number)
 
     def in_play(self, since: float, until: float) -> list[tuple[float, float]]:
         """When the trajectories that were in play at any moment of that time began and ended."""

@@ -33,6 +33,8 @@ def test_notes_and_errors_of_a_run_are_masked(recipe, tmp_path, monkeypatch):
     notes: list[str] = []
     monkeypatch.setattr(module, "_run", run)
     with pytest.raises(EnvironmentBroken) as caught:
-        module.run(recipe, tmp_path, tmp_path, resume=False, watch=print, note=notes.append)
+        module.run(
+            recipe, tmp_path, tmp_path, resume=False, watch=print, note=notes.append, certify=print
+        )
     assert notes == ["login as [masked]"]
     assert (str(caught.value), caught.value.hint) == ("no login as [masked]", "try [masked]")

@@ -40,6 +40,7 @@ NEW_RECORDS = (
     r.ExportRecord,
     r.LateRecord,
     r.NoteRecord,
+    r.RegretRecord,
 )
 OLD_RECORDS = [kind for kind in RECORDS if kind not in NEW_RECORDS]
 """Those that 0.1.0 had tables for."""

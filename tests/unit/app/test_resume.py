@@ -217,6 +217,7 @@ def test_the_command_resumes_a_run_with_its_plan(
             resume=True,
             watch=lambda record: None,
             note=lambda text: None,
+            certify=lambda run_dir: None,
         )
     assert NoSession.plans[-1].reasons[0].startswith("goes on with plan 2")
 

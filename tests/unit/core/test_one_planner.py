@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from random import Random
 from typing import Any, cast
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from libra_cli.app.costs import recipe_planner
-from libra_cli.app.rebalance.replay import observation_of_run
+from libra_cli.app.rebalance.observation import observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
@@ -22,7 +22,7 @@ from libra_cli.core.evidence import Recalibration
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.controller import record_of_plan
-from libra_cli.core.planning.planner import Planner
+from libra_cli.core.planning.planner import Planner, answer
 from libra_cli.core.records import PlanRecord
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.run.state import Resume, RunIdentity
@@ -118,7 +118,7 @@ def in_a_live_run(planner: Planner, actions: list[a.Propose]) -> list[e.Event | 
 def in_the_simulator(planner: Planner, action: a.Propose) -> e.Event:
     """What the simulated world makes of it."""
     time = VirtualTime()
-    SimPlanner(time, planner, {}).perform(action)
+    SimPlanner(time, partial(answer, planner), {}).perform(action)
     event = time.next()
     assert not isinstance(event, tuple)
     return event

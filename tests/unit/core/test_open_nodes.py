@@ -10,7 +10,7 @@ from typing import Any
 
 from libra_cli.app.costs import live_planner
 from libra_cli.app.first_plan import first_plan
-from libra_cli.app.rebalance.replay import observation_of_run
+from libra_cli.app.rebalance.observation import observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e

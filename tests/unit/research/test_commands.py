@@ -114,11 +114,6 @@ def test_the_publication_is_beside_what_is_shipped(monkeypatch: pytest.MonkeyPat
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_either_requests_or_whole_runs_are_compared(tmp_path: Path) -> None:
-    assert "either --run or --run-dir" in run(fidelity.main).output
-    assert "--run-dir needs --profile" in run(fidelity.main, "--run-dir", str(tmp_path)).output
-
-
 # -- experiments on libra's parts ------------------------------------------------------------------
 
 

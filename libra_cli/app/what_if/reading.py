@@ -1,0 +1,215 @@
+"""What a simulation needs of a run directory: what was played, and what things cost."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, linear_regression
+
+from libra_cli.app.costs import costs_of_run, recipe_planner
+from libra_cli.app.rebalance.observation import gpu_names, observation_of_run
+from libra_cli.config.errors import LibraError
+from libra_cli.core.costs.profile import Contention, Profile
+from libra_cli.core.observation import Observation
+from libra_cli.core.planning.controller import plan_of_record
+from libra_cli.core.planning.planner import CostSource
+from libra_cli.core.records import (
+    GroupRecord,
+    PlanRecord,
+    SlotRecord,
+    StepRecord,
+    SyncRecord,
+    TurnRecord,
+)
+from libra_cli.core.types import Plan, Seconds, Slot
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.replay import slots_of_plan
+from libra_cli.runtime.store.run_directory import recipe_of
+from libra_cli.sim.played_run import AdoptedPlan, PlayedRun
+
+LEAST_STEPS = 4
+"""Steps of a run that say anything about the time of a step."""
+LEAST_SHARE = 0.5
+"""Share of the groups of the steps that must be there with their turns. Chosen."""
+
+
+class WhatIfError(LibraError):
+    """A run that cannot be played again, or a change of it that means nothing."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A run as it is played again: what it played, its prices, and what its planner saw last.
+
+    ``source`` is where its planner takes prices from, and ``origin`` says so; ``idle_rollout`` and
+    ``moves`` were measured.
+    """
+
+    run_dir: Path
+    run: PlayedRun
+    profile: Profile
+    source: CostSource
+    origin: str
+    observation: Observation
+    state: str
+    idle_rollout: float | None
+    moves: int
+    notes: tuple[str, ...]
+
+    def priced(self, profile: Profile) -> Profile:
+        """Other prices, as the run's recipe trains and with the delays that the run showed."""
+        planner = recipe_planner(self.run.recipe, lambda plan, evidence: profile, elastic=False)
+        seen = self.observation
+        found = planner.costs(seen.plan, seen.evidence)
+        return replace(found, surroundings=self.profile.surroundings)
+
+
+def known_of(reader: Reader, *, most_turns: int | None = None) -> Known:
+    """Read a run; of one with more than ``most_turns`` turns, its last steps.
+
+    Raises:
+        LibraError: it cannot be played again; says why, and what can be done.
+    """
+    run = played_run(reader, most_turns=most_turns)
+    recipe = run.recipe
+    observation = observation_of_run(reader, recipe, live=False)
+    choice = costs_of_run(recipe, gpu_names(reader, recipe))
+    profile = choice.source(observation.plan, observation.evidence)
+    servers = {
+        degree: law
+        for plan in (*(one.plan for one in run.plans), observation.plan)
+        for degree, law in choice.source(plan, observation.evidence).servers.items()
+    }
+    shared = not any(node.gpus for node in recipe.nodes)
+    around = surroundings_of(run.turns, reader.syncs(), run.steps if shared else ())
+    known = Known(
+        run_dir=reader.run_dir,
+        run=run,
+        profile=replace(profile, servers=servers, surroundings=around),
+        source=choice.source,
+        origin=choice.origin,
+        observation=observation,
+        state=reader.run().state,
+        idle_rollout=_idle_rollout(reader.slots()),
+        moves=sum(move.state == "done" for move in reader.moves()),
+        notes=choice.notes,
+    )
+    return replace(known, profile=known.priced(known.profile))
+
+
+def _idle_rollout(slots: Sequence[SlotRecord]) -> float | None:
+    """The share of their time that servers had no request, by the slots' own seconds."""
+    serving_s = sum(slot.serving_s for slot in slots)
+    return max(0.0, 1 - sum(slot.busy_s for slot in slots) / serving_s) if serving_s else None
+
+
+def played_run(reader: Reader, *, most_turns: int | None = None) -> PlayedRun:
+    """What a run played, by its database.
+
+    Raises:
+        WhatIfError: too little of it, or nothing that was played.
+    """
+    name, again = reader.run_dir.name, f"libra status {reader.run_dir}"
+    recipe, steps = recipe_of(reader.run_dir), reader.steps()
+    if recipe.training.needs.offline:
+        raise WhatIfError(f"{name} imitates conversations: nothing is played", hint=again)
+    if len(steps) < LEAST_STEPS:
+        raise WhatIfError(
+            f"{name} has taken {len(steps)} steps, and a run is played again from {LEAST_STEPS} on",
+            hint=again,
+        )
+    first, turns = 0, reader.turn_count()
+    if most_turns is not None and turns > most_turns:
+        steps = steps[-max(LEAST_STEPS, len(steps) * most_turns // turns) :]
+        trained = reader.rows(GroupRecord, "step = ?", (steps[0].step,))
+        first = min((row.group_id for row in trained), default=0)
+    trajectories, played = reader.played_since(first)
+    groups, wanted = {row.group_id for row in played}, recipe.training.groups_per_step * len(steps)
+    if len(groups) < LEAST_SHARE * wanted:
+        raise WhatIfError(
+            f"{name} has the turns of {len(groups)} groups, and its {len(steps)} steps trained "
+            f"{wanted}: too few to play them again",
+            hint="libra bench plan --trace FILE plays trajectories of a file",
+        )
+    plans = tuple(_plans(reader, lambda plan: slots_of_plan(reader, recipe, plan), steps[0].step))
+    rows = tuple(steps), tuple(trajectories), tuple(played), plans
+    return PlayedRun(name, recipe, *rows, _resumed(reader.plans()))
+
+
+def _plans(
+    reader: Reader, slots_of: Callable[[Plan], tuple[Slot, ...]], first: int
+) -> list[AdoptedPlan]:
+    """The plans in force from step ``first`` on."""
+    ended = [step.ended_at for step in reader.steps()]
+    plans = []
+    for row in reader.plans():
+        plan, step = plan_of_record(row), sum(at <= row.at for at in ended)
+        plans.append(AdoptedPlan(max(0, step - first + 1), plan, slots_of(plan)))
+    last = max((at for at, one in enumerate(plans) if one.after_step == 0), default=0)
+    return plans[last:]
+
+
+def _resumed(plans: Sequence[PlanRecord]) -> tuple[float, ...]:
+    """When the run went on after it had stopped."""
+    return tuple(row.at for row in plans[1:] if row.cause == "start")
+
+
+def surroundings_of(
+    turns: Sequence[TurnRecord], syncs: Sequence[SyncRecord], steps: Sequence[StepRecord] = ()
+) -> Contention:
+    """What a run shows of its delays beside engines and trainer; nothing where it shows none.
+
+    ``steps`` are those of a trainer that shares cores with the servers.
+    """
+    loaded = [row for row in syncs if row.verified and row.version > 0]
+    return Contention(
+        sync_s=_mean([max(0.0, row.verified_at - row.published_at) for row in loaded]),
+        stall_s=_mean([row.load_s for row in loaded]),
+        turn_s=_mean(list(_between(turns))),
+        serving_slowdown=_slowdown(turns, steps),
+    )
+
+
+def _slowdown(turns: Sequence[TurnRecord], steps: Sequence[StepRecord]) -> float:
+    """How many times as long a token takes while the trainer works: by the line of seconds a token
+    over the share of a turn in which it does."""
+    begins, ends = [step.started_at for step in steps], [step.ended_at for step in steps]
+    shares, rates = [], []
+    for turn in turns:
+        seconds = turn.ended_at - turn.started_at
+        if seconds <= 0 or not steps:
+            continue
+        first = bisect_left(ends, turn.started_at)
+        last = bisect_right(begins, turn.ended_at)
+        beside_s = sum(
+            min(ends[at], turn.ended_at) - max(begins[at], turn.started_at)
+            for at in range(first, last)
+        )
+        shares.append(beside_s / seconds)
+        rates.append(seconds / (turn.generated_tokens + 1))
+    if len(set(shares)) < 2:
+        return 1.0
+    line = linear_regression(shares, rates)
+    if line.intercept <= 0:
+        return 1.0
+    return max(1.0, 1 + line.slope / line.intercept)
+
+
+def _between(turns: Sequence[TurnRecord]) -> list[Seconds]:
+    """Seconds from a turn's end until the next one is asked for, without those of tools."""
+    found, before = [], None
+    for row in turns:
+        who = row.group_id, row.member, row.attempt
+        if before is not None and who == (before.group_id, before.member, before.attempt):
+            tools = sum(call.latency_s for call in before.tools)
+            found.append(max(0.0, row.queued_at - before.ended_at - tools))
+        before = row
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0

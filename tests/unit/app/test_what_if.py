@@ -1,0 +1,237 @@
+"""``libra bench run`` and the regret certificate, on runs of which it is known what they cost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from libra_cli.app.what_if import certificate as certificates
+from libra_cli.app.what_if import command
+from libra_cli.app.what_if.certificate import certify
+from libra_cli.app.what_if.command import Changes, what_if
+from libra_cli.app.what_if.reading import WhatIfError
+from libra_cli.app.what_if.trials import Trials
+from libra_cli.cli.main import app
+from libra_cli.core.records import RegretRecord
+from libra_cli.report.html.run_report import report_page
+from libra_cli.report.status.summary import summary, to_json
+from libra_cli.report.status.what_if import WhatIfResult
+from libra_cli.runtime.store.reader import Reader
+from libra_cli.sim.played_run import Pace
+from tests import sample_run, simulated_run
+
+FREE = ("rollout", "hybrid", "hybrid", "train")
+OLD_RUN = Path(__file__).parents[2] / "fixtures/0.1.0"
+
+
+@pytest.fixture(scope="module")
+def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three trainers and one server, which is what it waits for."""
+    recipe = simulated_run.recipe(12, pool=FREE)
+    train = ("local/1", "local/2", "local/3")
+    return simulated_run.write(tmp_path_factory.mktemp("wrong"), recipe, train=train)
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run with the split that is the best of the three; the third takes 0.32 s a step."""
+    recipe = simulated_run.recipe(12, pool=FREE)
+    train = ("local/2", "local/3")
+    return simulated_run.write(tmp_path_factory.mktemp("right"), recipe, train=train)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose pools leave no choice."""
+    return simulated_run.write(tmp_path_factory.mktemp("plain"), simulated_run.recipe(12))
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two resamplings are enough to tell an interval."""
+    monkeypatch.setattr(certificates, "SEEDS", 2)
+    monkeypatch.setattr(command, "SEEDS", 2)
+    monkeypatch.setattr(certificates, "BUDGET_S", 600.0)
+
+
+def found(run_dir: Path, **changes: Any) -> WhatIfResult:
+    return what_if(run_dir, Changes(**changes), lambda text: None)
+
+
+def kept(run_dir: Path) -> RegretRecord:
+    with Reader(run_dir) as reader:
+        row = reader.regret()
+    assert row is not None
+    return row
+
+
+# -- what would have been --------------------------------------------------------------------------
+
+
+def test_a_run_as_it_was_is_simulated_nearly_as_it_was_measured(plain: Path) -> None:
+    told = found(plain)
+    assert abs(told.fidelity.error) < 0.06
+    assert [row.name for row in told.rows] == ["measured", "simulated"]
+    assert told.rows[1].tokens_per_s == pytest.approx(told.rows[0].tokens_per_s, rel=0.15)
+    assert any("reward is not predicted" in note for note in told.notes)
+
+
+def test_a_bound_of_0_is_slower_and_what_really_came_is_within_a_third(
+    plain: Path, tmp_path: Path
+) -> None:
+    """Servers that were always full tell little of what they cost when they are not."""
+    told = found(plain, bound=0)
+    really = simulated_run.write(tmp_path, simulated_run.recipe(12, max_staleness=0))
+    came = found(really).rows[0]
+    (row,) = [row for row in told.rows if row.name == "--bound 0"]
+    assert row.change is not None
+    assert row.change > 0.1
+    assert row.step_s == pytest.approx(came.step_s, rel=1 / 3)
+
+
+def test_several_changes_are_told_one_by_one_and_together(wrong: Path) -> None:
+    told = found(wrong, planner="fixed", gpus=3)
+    names = [row.name for row in told.rows]
+    assert names[2:5] == ["--gpus 3", "--planner fixed", "all of these"]
+    assert names[5:] == ["a plan that stays"] * 3
+    by_name = {row.name: row for row in told.rows}
+    assert by_name["--planner fixed"].plan == "rollout=1, train=3"
+    assert by_name["--planner fixed"].change == pytest.approx(0, abs=0.01)
+    assert by_name["--gpus 3"].plan in (
+        "rollout=1, train=2 at first",
+        "rollout=2, train=1 at first",
+    )
+
+
+def test_a_trajectory_under_way_is_told(tmp_path: Path) -> None:
+    recipe = simulated_run.recipe(12, staleness={"rule": "cut", "rest": "drop"})
+    told = found(simulated_run.write(tmp_path, recipe))
+    assert told.censored.trajectories > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"planner": "libra"}, "no slot that may change sides"),
+        ({"gpu": "h100"}, "no prices of"),
+    ],
+)
+def test_a_change_that_means_nothing_is_refused(
+    plain: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(WhatIfError, match=words) as refused:
+        found(plain, **changes)
+    assert refused.value.hint
+
+
+# -- the certificate -------------------------------------------------------------------------------
+
+
+def test_a_wrong_split_is_what_a_run_lost(wrong: Path, right: Path) -> None:
+    certify(wrong)
+    row = kept(wrong)
+    assert row.regret is not None
+    with Reader(wrong) as reader:
+        came = Pace.of(reader.steps()).step_s
+    with Reader(right) as reader:
+        would = Pace.of(reader.steps()).step_s
+    assert row.regret == pytest.approx(1 - would / came, abs=0.15)
+    assert row.plan == "rollout=2, train=2"
+    assert f"lost {100 * row.regret:.0f} %" in row.text
+    assert row.error == pytest.approx(0, abs=0.06)
+    assert row.plans == 3
+
+
+def test_a_right_split_lost_nothing(right: Path) -> None:
+    certify(right)
+    row = kept(right)
+    assert row.regret == pytest.approx(0, abs=0.005)
+    assert "it had the best of 3 plans" in row.text
+
+
+def test_status_and_report_read_it_and_simulate_nothing(
+    wrong: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certify(wrong)
+    monkeypatch.setattr(Trials, "play", None)
+    row = kept(wrong)
+    with Reader(wrong) as reader:
+        told = json.loads(to_json(summary(reader, now=1e3)))["regret"]
+    assert (told["regret"], told["plan"], told["text"]) == (row.regret, row.plan, row.text)
+    assert row.text in report_page(wrong, now=1e3)
+    printed = CliRunner().invoke(app, ["status", str(wrong)], env={"COLUMNS": "400"}).output
+    assert row.text in printed
+
+
+def test_pools_that_leave_no_choice_are_told_without_simulating(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Trials, "play", None)
+    certify(plain)
+    assert "allows one plan alone" in kept(plain).text
+    assert kept(plain).regret is None
+
+
+def test_a_short_run_has_none(tmp_path: Path) -> None:
+    recipe = simulated_run.recipe(6, pool=FREE)
+    certify(simulated_run.write(tmp_path, recipe))
+    assert "of 6 steps, and 10 are needed" in kept(tmp_path).text
+
+
+def test_a_failure_becomes_a_sentence(wrong: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object, **more: object) -> None:
+        raise ZeroDivisionError("by nought")
+
+    monkeypatch.setattr(certificates, "known_of", fails)
+    certify(wrong)
+    assert kept(wrong).text == "no regret certificate: ZeroDivisionError: by nought"
+
+
+def test_without_time_nothing_is_simulated(wrong: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificates, "BUDGET_S", 0.0)
+    monkeypatch.setattr(Trials, "play", None)
+    began = time.monotonic()
+    certify(wrong)
+    assert "too few to simulate" in kept(wrong).text
+    assert time.monotonic() - began < 30
+
+
+# -- older runs, and the command -------------------------------------------------------------------
+
+
+def test_an_old_run_with_few_turns_is_refused_kindly(tmp_path: Path) -> None:
+    run_dir = Path(shutil.copytree(OLD_RUN, tmp_path / "old"))
+    done = CliRunner().invoke(app, ["bench", "run", str(run_dir)])
+    assert done.exit_code == 2
+    assert "too few to play them again" in " ".join(done.output.split())
+    with Reader(run_dir) as reader:
+        assert summary(reader, now=1e9).regret is None
+
+
+def test_a_run_of_before_there_were_certificates_is_read_all_the_same(tmp_path: Path) -> None:
+    """Its plans name no trainer, so there is none; the sentence says so, and no traceback."""
+    sample_run.write_whole(tmp_path)
+    certify(tmp_path)
+    assert kept(tmp_path).text
+
+
+def test_the_command_prints_one_object_or_a_table(plain: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "run", str(plain), "--json", "-"])
+    told = json.loads(done.stdout)
+    assert told["format"] == 1
+    assert {"fidelity", "rows", "regret", "censored", "corrections"} <= told.keys()
+    shown = CliRunner().invoke(app, ["bench", "run", str(plain)], env={"COLUMNS": "80"}).output
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "rollout=1, train=1" in shown
+
+
+def test_rules_of_a_recipe_hold_for_what_is_asked(plain: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "run", str(plain), "--rule", "nope"])
+    assert done.exit_code == 2
+    assert "no rule 'nope'" in done.output
