@@ -224,7 +224,7 @@ class TrainerLife:
     def _go_on_without(self, lost: Sequence[LostGpu], path: str, now: Seconds) -> list[Result]:
         """Start on the slots of the trainer that have lost nothing, rank 0 on its node."""
         self._lost |= {(gpu.node, gpu.number) for gpu in lost}
-        self.detail, self.next = told_of(lost), []
+        self.detail = told_of(lost)
         had = self.previous or self.replicas
         left = [one.slot for one in had if not self.has_lost(one.slot)]
         left.sort(key=lambda slot: slot.node != self._head)

@@ -8,12 +8,14 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.cluster.restarts import LATER_S, told_of
-from libra_cli.core.cluster.trainer_life import TrainerState
+from libra_cli.core.cluster.trainer_life import TrainerLife, TrainerState
+from libra_cli.core.notices import ResizeRefused
 from libra_cli.core.records import NoteRecord, SlotRecord
 from libra_cli.core.types import LostGpu, Pool, Role, Slot, SlotId
 from tests.elastic import Scene, of, scene
 
 A0 = "a/0"
+HEAD_FIRST = [("h", 0), ("a", 0), ("h", 1)]
 
 
 def lost(slot: SlotId) -> LostGpu:
@@ -190,3 +192,41 @@ def test_what_is_lost_is_told_with_its_hosts_once_each():
     assert told_of([]) == ""
     several = told_of([lost("b/0"), lost("b/1")])
     assert several.startswith("GPU 0 of b (GPU-b-0), GPU 1 of b (GPU-b-1) are lost; on b: ")
+
+
+def test_rank_0_stays_on_its_node_whichever_slot_of_it_is_left():
+    slots = [Slot(f"{node}/{gpu}", node, (gpu,), Pool.TRAIN) for node, gpu in HEAD_FIRST]
+    life = TrainerLife(slots)
+    life.start("", now=0.0)
+    life.started(now=1.0)
+    life.stop("CUDA error", now=2.0)
+    told = life.gone("step-2", [LostGpu("h", 0, "GPU-h-0")], now=3.0)
+    assert life.slots == ("h/1", "a/0")
+    assert a.StartTrainer(2, ("h/1", "a/0"), "step-2") in told
+    assert ResizeRefused(life.detail) in told
+    assert not any(isinstance(one, a.Wake) for one in told), "at once"
+
+
+def test_a_trainer_that_moved_onto_a_lost_gpu_is_back_on_all_that_it_had():
+    old = [Slot(f"h/{gpu}", "h", (gpu,), Pool.TRAIN) for gpu in (0, 1)]
+    new = Slot("h/2", "h", (2,), Pool.TRAIN)
+    life = TrainerLife(old)
+    life.start("", now=0.0)
+    life.started(now=1.0)
+    life.next = [old[0], new]
+    life.stop("the trainer is resized", now=2.0)
+    life.gone("step-1", now=3.0)
+    assert life.slots == ("h/0", "h/2")
+    life.stop("CUDA error", now=4.0)
+    life.gone("step-1", [LostGpu("h", 2, "GPU-h-2")], now=5.0)
+    assert life.slots == ("h/0", "h/1")
+
+
+def test_a_trainer_that_is_wound_down_is_not_started_on_what_is_left():
+    life = TrainerLife([Slot(f"h/{gpu}", "h", (gpu,), Pool.TRAIN) for gpu in (0, 1)])
+    life.start("", now=0.0)
+    life.wind_down()
+    life.stop("the run ends", now=2.0)
+    told = life.gone("", [LostGpu("h", 0, "GPU-h-0")], now=3.0)
+    assert life.state is TrainerState.DOWN
+    assert not any(isinstance(one, a.StartTrainer) for one in told)
