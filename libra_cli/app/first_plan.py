@@ -24,7 +24,6 @@ from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import Observation
-from libra_cli.core.planning.admission import Admission
 from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.planning.recipe_placement import fixed_slots
 from libra_cli.core.run.observer import limits_of, workload_of
@@ -87,9 +86,9 @@ def _planned(
     profile: Profile,
     samples: tuple[TrajectorySample, ...],
 ) -> FirstPlan:
-    """What the planner would have, from nothing: no move has a price yet, any gain is taken."""
+    """What the planner would have, from nothing."""
     planner = recipe_planner(recipe, lambda plan, evidence: profile, elastic=False)
-    planner = replace(planner, admission=Admission(min_gain=0.0))
+    planner = replace(planner, begins=True)
     head = own.train[0]
     open_nodes = recipe.has_open_nodes
     seen = Observation(

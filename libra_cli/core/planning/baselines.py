@@ -29,7 +29,7 @@ from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Candidate, Decision, DecisionMaker, Planner
 from libra_cli.core.planning.recalibration import RecalibratedSearch
 from libra_cli.core.planning.rollout_table import PlannedBucket
-from libra_cli.core.planning.search import Layout, PlannerSettings, Search
+from libra_cli.core.planning.search import Layout, PlannerSettings, Search, least_regret
 from libra_cli.core.planning.triggers import cooldown
 from libra_cli.core.types import Seconds
 from libra_cli.core.workload import Workload
@@ -62,7 +62,10 @@ def first_layout(
     if name == "colocated":
         return _colocated(profile, workload, gpus, settings)
     search = Search(profile, workload, gpus, settings)
-    return _uniform(search, settings) if name == "uniform" else search.best().layout
+    if name == "uniform":
+        return _uniform(search, settings)
+    layouts = [layout for layout, _ in search.layouts()]
+    return least_regret(layouts, profile, workload, gpus, settings)
 
 
 def planner_of(

@@ -4,7 +4,8 @@
     candidates   the placements that a ``PlacementSpace`` allows, each with its predicted times
     choice       the least ``step_s + cost_s / horizon``, with the seconds of the moves shared by
                  the steps that the plan is expected to last; within ``tolerance`` of that the one
-                 that moves the least
+                 that moves the least; to begin with the one that loses least whatever lengths
+                 turn out to be (``search.least_regret``)
     verdict      whether its gain pays its moves (``admission``)
     explanation  what came second, what binds, and what the next steps take (``core.explanation``)
 
@@ -40,7 +41,13 @@ from libra_cli.core.explanation import (
 from libra_cli.core.observation import Observation, mean_step
 from libra_cli.core.planning.admission import Admission, expected_change, horizon
 from libra_cli.core.planning.recalibration import RecalibratedSearch, recalibrated
-from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
+from libra_cli.core.planning.search import (
+    Layout,
+    PlannerSettings,
+    Search,
+    Times,
+    least_regret,
+)
 from libra_cli.core.types import Plan, Prediction, Seconds, Slot, SlotId
 from libra_cli.core.workload import Workload
 
@@ -162,6 +169,8 @@ class Planner:
     costs: CostSource
     settings: PlannerSettings = field(default_factory=PlannerSettings)
     admission: Admission = field(default_factory=Admission)
+    begins: bool = False
+    """Whether it chooses what a run begins with: the plan with the least regret, at any gain."""
 
     def decide(self, now: Observation) -> Decision:
         """Choose a placement and judge it.
@@ -179,7 +188,9 @@ class Planner:
         before = found.search.times(today)
         chosen = self._chosen(now, found, candidates)
         decision = self._judge(now, found, before, chosen)
-        if decision.plan is None:  # say why not to have the one with the shortest steps
+        if self.begins:
+            decision = replace(decision, plan=decision.proposed, why_not="")
+        elif decision.plan is None:  # say why not to have the one with the shortest steps
             chosen = self._nearest([(each.times.step_s, each) for each in candidates])
             decision = self._judge(now, found, before, chosen)
         others = [each for each in candidates if str(each.layout) != str(chosen.layout)]
@@ -237,8 +248,13 @@ class Planner:
         candidates: Sequence[Candidate],
     ) -> Candidate:
         """Return the candidate with the shortest steps, the seconds of its moves and of a restart
-        shared by the horizon's steps.
+        shared by the horizon's steps; before a run the one with the least regret.
         """
+        if self.begins:
+            layouts = [each.layout for each in candidates]
+            settings, gpus = self.settings, self.space.gpus
+            best = least_regret(layouts, found.profile, now.workload, gpus, settings)
+            return candidates[layouts.index(best)]
         steps = max(1.0, _horizon(now))
 
         def seconds(each: Candidate) -> Seconds:

@@ -26,7 +26,7 @@ knows no nodes, only that shapes are powers of two, which pack into nodes of eig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -159,6 +159,41 @@ def propose(
 ) -> Proposal:
     """The best plan for this workload on ``gpus`` GPUs. Raises NothingFits if none can run."""
     return Search(profile, workload, gpus, settings or PlannerSettings()).best()
+
+
+HEDGED = (0.5, 0.7, 1.0, 1.4, 2.0)
+"""Factors of the lengths that a first plan reckons with: nobody knows how long trajectories are
+before they are played, nor how long they will be. Chosen."""
+
+
+def least_regret(
+    layouts: Sequence[Layout],
+    profile: Profile,
+    workload: Workload,
+    gpus: int,
+    settings: PlannerSettings,
+) -> Layout:
+    """Return the one of these layouts of which the most that may be lost is the least.
+
+    Lost is the share by which its steps are longer than the best one's, if trajectories turn out
+    one of ``HEDGED`` times as long as ``workload`` has them and anything can run then.
+    """
+    losses = [0.0] * len(layouts)
+    for factor in HEDGED:
+        try:
+            search = Search(profile, workload.stretched(factor), gpus, settings)
+        except NothingFits:
+            continue
+        known = {_shape(layout): times.step_s for layout, times in search.layouts()}
+        least = min(known.values())
+        for at, layout in enumerate(layouts):
+            step_s = known.get(_shape(layout)) or search.times(layout).step_s
+            losses[at] = max(losses[at], step_s / least)
+    return layouts[losses.index(min(losses))]
+
+
+def _shape(layout: Layout) -> tuple[object, ...]:
+    return tuple(layout.servers.items()), layout.training_gpus, layout.workers, layout.colocated
 
 
 class Search:

@@ -28,7 +28,7 @@ from libra_cli.core.planning.baselines import (
 from libra_cli.core.planning.gpu_placement import GpuPlacement, TrainerNeeds
 from libra_cli.core.planning.planner import Decision, DecisionMaker, Planner
 from libra_cli.core.planning.rollout_table import PlannedBucket
-from libra_cli.core.planning.search import Layout, PlannerSettings, Search
+from libra_cli.core.planning.search import Layout, PlannerSettings, Search, least_regret
 from libra_cli.core.planning.transition import moves_between, moves_cost_s
 from libra_cli.core.planning.triggers import COOLDOWN
 from libra_cli.core.reconcile.reconciler import GRACE_S
@@ -183,6 +183,24 @@ def test_where_a_restart_does_not_pay_gradient_workers_come_beside_the_base_grou
         assert decision.plan is not None, decision.why_not
         kept.append(decision.plan.train == run.plan.train)
     assert kept == [False, True]
+
+
+def test_a_run_begins_with_the_least_regret_whatever_it_gains() -> None:
+    """Over the fastest plan it gains nothing."""
+    run, load = Run("libra", work(4000)), work(4000)
+    assert isinstance(run.planner, Planner)
+    layouts = [layout for layout, _ in search_of(load).layouts()]
+    fastest = min(layouts, key=lambda layout: search_of(load).times(layout).step_s)
+    run.plan, run.slots = run.space.place(fastest)
+    seen = Observation(0, run.plan, run.slots, load)
+    decision = replace(run.planner, begins=True).decide(seen)
+    chosen = run.space.layout_of(decision.proposed, decision.slots)
+    candidates = list(run.space.candidates(decision.found.search, seen))
+    best = least_regret([each.layout for each in candidates], PROFILE, load, GPUS, SETTINGS)
+    assert decision.plan == decision.proposed
+    assert chosen == best
+    assert decision.explanation is not None
+    assert decision.explanation.chosen.layout == str(best)
 
 
 def test_near_the_end_nothing_is_moved_that_could_not_pay() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
@@ -13,15 +14,18 @@ from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import (
     ALIKE,
+    HEDGED,
     MISSED,
     TURNS,
     PlannerSettings,
     Search,
     Times,
+    least_regret,
     propose,
 )
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
+from tests.research.changed_costs import with_kv_share
 
 A800 = load_profile("a800-qwen3-14b")
 ROOMY = replace(A800.training, facts=replace(A800.facts, gpu_gib=110.0))
@@ -64,6 +68,28 @@ def test_of_plans_as_good_the_one_with_the_largest_servers_is_proposed() -> None
     least_s = min(times.step_s for _, times in search.layouts())
     good = [each for each, times in search.layouts() if times.step_s <= least_s * (1 + ALIKE)]
     assert max(search.best().layout.servers) == max(max(each.servers) for each in good)
+
+
+@pytest.mark.parametrize("mean", [300, 3000])
+def test_whatever_lengths_turn_out_a_first_plan_loses_as_little_as_may_be(mean: float) -> None:
+    load, settings = heavy_tailed(mean), PlannerSettings()
+    layouts = [layout for layout, _ in Search(PROFILE, load, 16, settings).layouts()]
+    every = [Search(PROFILE, load.stretched(factor), 16, settings) for factor in HEDGED]
+    steps = [[search.times(layout).step_s for search in every] for layout in layouts]
+    least = [min(row) for row in zip(*steps, strict=True)]
+    losses = [max(s / best for s, best in zip(row, least, strict=True)) for row in steps]
+    chosen = least_regret(layouts, PROFILE, load, 16, settings)
+    assert losses[layouts.index(chosen)] == min(losses) < max(losses)
+
+
+def test_lengths_with_which_nothing_runs_do_not_count() -> None:
+    """Twice as long they fit no server, and no plan is to blame."""
+    load, settings, tight = heavy_tailed(15_000), PlannerSettings(), with_kv_share(PROFILE, 0.02)
+    with pytest.raises(NothingFits):
+        Search(tight, load.stretched(2.0), 48, settings)
+    layouts = [layout for layout, _ in Search(tight, load, 48, settings).layouts()]
+    chosen = least_regret(layouts, tight, load, 48, settings)
+    assert Search(tight, load, 48, settings).times(chosen).step_s < inf
 
 
 def test_unlike_servers_are_priced_above_their_table() -> None:
