@@ -11,7 +11,7 @@ from libra_cli.report.status.what_if import WhatIfResult, WhatIfRow
 from libra_cli.report.terminal.console import fact, grid, number, percent
 from libra_cli.report.terminal.plots import Portable
 
-_COLUMNS = ("", "s a step", "total", "change", "tokens/s", "idle: rollout", "training")
+_COLUMNS = ("s a step", "total", "change", "tokens/s", "rollout\nidle", "training\nidle")
 
 
 def what_if_view(told: WhatIfResult) -> RenderableType:
@@ -24,9 +24,10 @@ def what_if_view(told: WhatIfResult) -> RenderableType:
 
 
 def _rows(told: WhatIfResult) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
-    for at, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="right" if at else "left", no_wrap=at == 0)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("", overflow="fold")
+    for column in _COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
     for row in told.rows:
         table.add_row(
             Text.assemble(row.name, (f"\n{row.plan}", "dim")),

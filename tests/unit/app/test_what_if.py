@@ -15,15 +15,17 @@ from libra_cli.app.what_if import certificate as certificates
 from libra_cli.app.what_if import command
 from libra_cli.app.what_if.certificate import certify
 from libra_cli.app.what_if.command import Changes, what_if
-from libra_cli.app.what_if.reading import WhatIfError
+from libra_cli.app.what_if.reading import WhatIfError, known_of
 from libra_cli.app.what_if.trials import Trials
 from libra_cli.cli.main import app
+from libra_cli.config.recipe import Recipe
 from libra_cli.core.records import RegretRecord
 from libra_cli.report.html.run_report import report_page
 from libra_cli.report.status.summary import summary, to_json
 from libra_cli.report.status.what_if import WhatIfResult
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.sim.played_run import Pace
+from libra_cli.sim.profiles import load_profile
 from tests import sample_run, simulated_run
 
 FREE = ("rollout", "hybrid", "hybrid", "train")
@@ -107,6 +109,22 @@ def test_several_changes_are_told_one_by_one_and_together(wrong: Path) -> None:
         "rollout=1, train=2 at first",
         "rollout=2, train=1 at first",
     )
+
+
+def test_other_gpus_have_their_shipped_prices_and_a_plan_for_as_many(tmp_path: Path) -> None:
+    told = simulated_run.recipe(5).model_dump(mode="json")
+    told["nodes"] = [{"host": "gpu-0", "gpus": 8, "slots": 8, "pool": "hybrid"}]
+    told["model"] = {"path": "/models/Qwen3-14B", "max_len": 512}
+    profile = load_profile("a800-qwen3-14b")
+    train = ("gpu-0/6", "gpu-0/7")
+    simulated_run.write(tmp_path, Recipe.model_validate(told), profile=profile, train=train)
+    with Reader(tmp_path) as reader:
+        trials = Trials(known_of(reader))
+    given = command.changed(trials, Changes(gpus=16, gpu="h100", bound=2))
+    assert given.profile.name == "h100-qwen3-14b"
+    assert sum(slot.num_devices for slot in given.plans[0].slots) == 16
+    assert given.recipe.training.max_staleness == 2
+    assert given.profile.surroundings == trials.known.profile.surroundings
 
 
 def test_a_trajectory_under_way_is_told(tmp_path: Path) -> None:
