@@ -38,3 +38,19 @@ def test_notes_and_errors_of_a_run_are_masked(recipe, tmp_path, monkeypatch):
         )
     assert notes == ["login as [masked]"]
     assert (str(caught.value), caught.value.hint) == ("no login as [masked]", "try [masked]")
+
+
+def test_a_run_that_has_ended_is_certified_before_its_report(recipe, tmp_path, monkeypatch):
+    told: list[str] = []
+    monkeypatch.setattr(module, "_run", lambda *given, **named: told.append("ran"))
+    monkeypatch.setattr(module, "write_report", lambda *given, **named: told.append("reported"))
+    module.run(
+        recipe,
+        tmp_path,
+        tmp_path,
+        resume=False,
+        watch=print,
+        note=print,
+        certify=lambda run_dir: told.append(f"certified {run_dir.name}"),
+    )
+    assert told == ["ran", f"certified {tmp_path.name}", "reported"]
