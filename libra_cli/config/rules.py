@@ -247,6 +247,7 @@ def _image_problems(
         "training.lora": training.lora,
         "training.cp_size": None if training.cp_size == 1 else training.cp_size,
         "training.tiled_mlp": training.tiled_mlp or None,
+        "training.compile": training.compile or None,
     }
     for key in (key for key, given in untried.items() if given is not None):
         yield Problem(("model.images", key), f"is true, and was not tried with {key}: leave it out")

@@ -271,6 +271,14 @@ class TrainingSpec(Section):
     ] = False
     """Compute the feed-forward part of layers for 4,096 tokens at a time, and once more backward;
     not of mixtures of experts. The name is that of ALST (arXiv 2506.13996) and Axolotl."""
+    compile: Annotated[
+        bool,
+        not_with("tiled_mlp", True, why="a graph would be of one number of tiles"),
+    ] = False
+    """Let torch compile the decoder layers of the trainer and of gradient workers, for GPUs: norms,
+    rotary embeddings and activations become few kernels. Hosts that train need a C++ compiler; the
+    first steps take up to a minute more. Dense models only.
+    """
     max_staleness: Count = 1
     """Versions that a token may be behind the step that trains on it; 0 is on-policy. How strictly
     it is kept is the matter of staleness."""
@@ -329,6 +337,24 @@ class TrainingSpec(Section):
     Null: all weights are trained. An adapter wants a learning rate about 10 times as high."""
     stream: bool = False
     """Begin a step on the groups that are finished while others are still played."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield what compiled layers cannot be beside."""
+        if not self.compile:
+            return
+        for name, size in (("cp_size", self.cp_size), ("ep_size", self.ep_size)):
+            if (size or 1) > 1:
+                yield Problem(
+                    ("compile", name),
+                    f"is true, but ranks with {name}: {size} exchange tokens inside of a layer: "
+                    f"set training.{name}: 1, or leave out training.compile",
+                )
+        if self.activation_offload and self.activation_checkpointing == "selective":
+            yield Problem(
+                ("compile", "activation_offload"),
+                "is true, and what a compiled layer keeps with activation_checkpointing: selective "
+                "is not taken to the host: set training.activation_checkpointing: full",
+            )
 
     @property
     def needs(self) -> Needs:

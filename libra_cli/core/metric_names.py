@@ -115,6 +115,7 @@ critic/vf_explained_var | explained_variance | share | of the returns' variance,
 train/ess | effective_sample_size | share | of the batch that it is worth, weighted without bounds
 rollout_ratio/below_half | rollout_ratio/below_half | share | of tokens, trainer to rollout ratio
 rollout_ratio/above_2 | rollout_ratio/above_2 | share | the same, over 2
+time/compile | compile_s | s | of time/train, spent compiling layers; the rest are steady steps
 train/routes_differ | routes_differ | share | of (token, layer), the router's own experts are others
         """,
     ),

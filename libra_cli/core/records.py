@@ -391,6 +391,12 @@ class StepRecord:
         return from_metrics_json(self.batch_json)
 
     @property
+    def compile_s(self) -> float:
+        """Seconds of the step in which layers were compiled (``training.compile``): the first steps
+        have some, and are no measure of what a step takes."""
+        return self.metrics.get("compile_s") or 0.0
+
+    @property
     def period_s(self) -> float:
         """Seconds from the end of the step before, or when the trainer was free, to its end."""
         return self.waited_s + self.ended_at - self.started_at

@@ -164,6 +164,16 @@ def common_env(
     }
 
 
+def compiler_caches(facts: HostFacts) -> dict[str, str]:
+    """Where torch keeps what it compiles: it outlives its run, so that the next start on this host
+    is warm. Torch's own place would be ``TMPDIR``, which goes with the run."""
+    cache = f"{facts.workdir}/cache"
+    return {
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+    }
+
+
 def _devices(node: NodeSpec, slots: Sequence[Slot], facts: HostFacts) -> Iterator[str]:
     """Yield what CUDA calls the GPUs of these slots, which have numbers within the node.
 

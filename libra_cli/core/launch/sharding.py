@@ -71,7 +71,7 @@ class RankConditions:
             width=NUMBER_BYTES[dtype],
             optimizer=training.optimizer,
             reference=training.needs.reference,
-            cp_size=1 if recipe.model.images else training.cp_size,
+            cp_size=1 if recipe.model.images or training.compile else training.cp_size,
             activation_offload=training.activation_offload and on_gpu,
             tiled_mlp=training.tiled_mlp,
             ep_size=training.ep_size or 1,

@@ -34,6 +34,7 @@ from libra_cli.core.launch.process import (
     ProcessSpec,
     argv_of,
     common_env,
+    compiler_caches,
     dtype_of,
     interface_env,
     process_of,
@@ -141,7 +142,7 @@ def _env(recipe: Recipe, launch: ServerLaunch) -> dict[str, str]:
     if recipe.rollout.engine == "safe":
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if slot.gpus:
-        env |= _caches_env(facts)
+        env |= {"VLLM_CACHE_ROOT": f"{facts.workdir}/cache/vllm", **compiler_caches(facts)}
     else:
         # Of every rank: two hold twice as much, since each has a half of the heads.
         if not shared_cache_bytes(launch, node, recipe.rollout, recipe.model):
@@ -150,17 +151,6 @@ def _env(recipe: Recipe, launch: ServerLaunch) -> dict[str, str]:
         # vLLM's sampler would have two small functions compiled, for 10 seconds of every start.
         env["TORCH_COMPILE_DISABLE"] = "1"
     return env
-
-
-def _caches_env(facts: HostFacts) -> dict[str, str]:
-    """What a start compiles outlives its run, so that the next start on this host is warm. Torch's
-    own place would be ``TMPDIR``, which goes with the run."""
-    cache = f"{facts.workdir}/cache"
-    return {
-        "VLLM_CACHE_ROOT": f"{cache}/vllm",
-        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
-        "TRITON_CACHE_DIR": f"{cache}/triton",
-    }
 
 
 def _sockets_env(facts: HostFacts) -> dict[str, str]:

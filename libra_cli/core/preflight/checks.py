@@ -41,6 +41,7 @@ CHECKS = (
     Check("gpus", True, host_checks.gpus),
     Check("torch", True, python_checks.torch),
     Check("cores", True, cores.cores),
+    Check("compiler", True, python_checks.compiler),
     Check("memory", True, host_checks.memory),
     Check("gpu memory", True, gpu_memory.gpu_memory),
     Check("shares", True, shares.shares),

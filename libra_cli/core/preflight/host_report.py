@@ -125,6 +125,8 @@ class NodeFacts:
     """Bytes of memory that a process may lock; None without a limit."""
     open_files: int | None = None
     """Files that a process may have open; None without a limit."""
+    cpp_missing: str = ""
+    """What there is not of a C++ compiler and Python's headers; empty if both are there."""
     rdma: bool = False
     """Whether there is an InfiniBand or RoCE device."""
     remains: tuple[Remains, ...] = ()

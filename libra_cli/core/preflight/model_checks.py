@@ -168,7 +168,7 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
                 Remedy("recipe", f"rollout.buckets[].tensor_parallel: one of {_listed(allowed)}"),
             )
     yield from _shared_rows(case, config)
-    yield from _tiled_experts(case, config)
+    yield from _dense_only(case, config)
     yield from _parted_experts(case, config)
     yield from _adapted_experts(case, config)
     if case.recipe.training.rollout_routes and (reason := refused_routes(config)):
@@ -195,16 +195,18 @@ def shape(case: PreflightCase) -> Iterator[Finding]:
     yield Finding("shape", ALL, "fine", told)
 
 
-def _tiled_experts(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Finding]:
-    if case.recipe.training.tiled_mlp and experts_of(config):
-        yield Finding(
-            "shape",
-            ALL,
-            "stops",
-            "training.tiled_mlp is for dense models, and this is a mixture of experts",
-            "the trainer refuses to start",
-            Remedy("recipe", "training.tiled_mlp: false"),
-        )
+def _dense_only(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Finding]:
+    training = case.recipe.training
+    for name, given in (("tiled_mlp", training.tiled_mlp), ("compile", training.compile)):
+        if given and experts_of(config):
+            yield Finding(
+                "shape",
+                ALL,
+                "stops",
+                f"training.{name} is for dense models, and this is a mixture of experts",
+                "the trainer refuses to start",
+                Remedy("recipe", f"training.{name}: false"),
+            )
 
 
 def _shared_rows(case: PreflightCase, config: Mapping[str, Any]) -> Iterator[Finding]:

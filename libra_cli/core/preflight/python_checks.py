@@ -224,14 +224,39 @@ def _triton_of(case: PreflightCase, node: NodeSpec, report: TorchReport) -> Iter
     """Check that kernels can be compiled there, which vLLM does when it starts."""
     if not report.triton:
         return
+    serves, compiles = "rollout" in case.halves(node), _compiles(case, node)
     yield Finding(
         "torch",
         node.name,
-        "stops" if "rollout" in case.halves(node) else "warns",
+        "stops" if serves or compiles else "warns",
         f"Triton cannot compile a kernel: {report.triton}",
-        "a server ends a minute after its start then",
+        "a server ends a minute after its start then"
+        if serves or not compiles
+        else "the trainer's first step needs one (training.compile)",
         Remedy("person", "as root: apt-get install gcc python3-dev (or libra help gpus)"),
     )
+
+
+def _compiles(case: PreflightCase, node: NodeSpec) -> bool:
+    """Whether ranks on this node compile their layers."""
+    return case.recipe.training.compile and "train" in case.halves(node)
+
+
+def compiler(case: PreflightCase) -> Iterator[Finding]:
+    """Check that hosts without GPUs that train have what torch compiles layers with, if it does;
+    on GPUs that is Triton, of which a kernel is tried. A node's own CXX is believed."""
+    for node, facts in case.looked():
+        if not node.gpus and facts.cpp_missing and "CXX" not in node.env and _compiles(case, node):
+            yield Finding(
+                "compiler",
+                node.name,
+                "stops",
+                f"{facts.cpp_missing}, and training.compile is true",
+                "the trainer's first step needs one",
+                Remedy("person", "as root: apt-get install g++ python3-dev, or leave out compile"),
+            )
+    needed = case.recipe.training.compile
+    yield Finding("compiler", ALL, "fine", "is there" if needed else "the trainer needs none")
 
 
 def _remedy_of_import(case: PreflightCase, node: NodeSpec, error: str) -> Remedy:

@@ -266,10 +266,11 @@ class RunObserver:
             return
         # What begins together at first meets its last call in one step, as never again.
         once_s = row.held_s if self._steps <= 1 + self._recipe.training.max_staleness else 0.0
+        train_s = max(row.ended_at - row.started_at - row.compile_s, 1e-9)
         self._measured.append(
             MeasuredStep(
-                step_s=max(row.ended_at - began - once_s, 1e-9),
-                train_s=row.ended_at - row.started_at,
+                step_s=max(row.ended_at - began - once_s - row.compile_s, 1e-9),
+                train_s=train_s,
                 waited_s=row.waited_s - once_s,
                 in_play_s=in_play_s,
                 concurrency=concurrency,
@@ -531,7 +532,7 @@ class _Training:
         """Take in an optimizer step, which counts if all slots were in place throughout."""
         if self._moving or row.started_at < self._since:
             return
-        seconds = row.ended_at - row.started_at
+        seconds = max(row.ended_at - row.started_at - row.compile_s, 1e-9)
         self._steady.append(_SteadyStep(row.step, seconds, row.context_tokens, trained))
 
 

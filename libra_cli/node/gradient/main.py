@@ -145,7 +145,9 @@ class WorkerRank:
             self.queue.loaded(command, gap, time.monotonic() - began)
 
     def _compute(self, command: ComputeCommand) -> None:
-        began = time.monotonic()
+        from libra_cli.node.model.compiled import CLOCK
+
+        began = CLOCK.without()
         self.writer.begin(command.step)
         samples = counted(command.samples, self.training)
         self.policy.log_ratios = {}
@@ -156,7 +158,7 @@ class WorkerRank:
             self.writer.finish()
         if self.queue is None:
             return
-        seconds = time.monotonic() - began
+        seconds = CLOCK.without() - began
         # Free first: the next version may be loaded as soon as the trainer has the share.
         self.queue.computed()
         if sums is not None:

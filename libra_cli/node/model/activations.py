@@ -18,6 +18,8 @@ import torch.nn.attention.varlen  # registers _varlen_attn
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from libra_cli.node.model import packed_attention  # noqa: F401 - registers attend_each
+
 KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -28,8 +30,13 @@ KEPT = [
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.libra.attend_each.default,
 ]
 """Operations whose results are kept when the choice is selective."""
+
+
+selective_contexts = partial(create_selective_checkpoint_contexts, KEPT)
+"""What ``torch.utils.checkpoint`` is given when the choice is selective."""
 
 
 def checkpoint_activations(
@@ -43,5 +50,5 @@ def checkpoint_activations(
         return
     how: dict[str, object] = {"use_reentrant": False}
     if choice == "selective":
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+        how["context_fn"] = selective_contexts
     model.gradient_checkpointing_enable(how, offload=offload and on_gpu)

@@ -7,12 +7,16 @@ mask is made: one of all sequences would take T squared entries, and the kernels
 (on two cores, 9,617 tokens in 40 sequences: 21 s forward and backward, this way 8). Where ranks
 share a row (``context_parallel``), each attends to all of it with its share of the heads.
 
+In a compiled layer (``compiled``) the loop over sequences is one operation that takes where they
+begin as a tensor: a graph then holds for rows of however many sequences, of whatever lengths.
+
 Under autocast norms and rotary embeddings return float32, so queries and keys are cast to what
 autocast computes in: a rank that holds float32 weights uses the same kernel as sharded ranks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +45,12 @@ class PackedSequences:
     """int32, ``[sequences + 1]``: where each begins, and the end of the last."""
     context: ContextGroup | None = None
     """The ranks that have a part of the row each; None if it is here as a whole."""
+    longest: int = 0
+    """Tokens of the longest sequence, counted here whatever is given: a graph that looked at
+    ``lengths`` would be of one number of sequences. FSDP2 makes a copy with every field."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "longest", max(self.lengths))
 
 
 def attention_of(config: PreTrainedConfig) -> str:
@@ -110,15 +120,30 @@ def _attend(
     """Attend within each sequence: ``[1, heads, T, width]`` gives ``[1, T, heads, width]``."""
     if packed is not None and query.is_cuda and query.dtype in HALF and not dropout:
         rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-        longest = max(packed.lengths)
+        longest, starts = packed.longest, packed.starts
         window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-        starts = packed.starts
         output = varlen_attn(
             *rows, starts, starts, longest, longest, scale=scaling, window_size=window,
             enable_gqa=True,
         )  # fmt: skip
         return output[None]
+    if packed is not None and torch.compiler.is_compiling() and not dropout:
+        whole: Tensor = attend_each(query, key, value, packed.starts, scaling, sliding_window)
+        return whole
     lengths = list(packed.lengths) if packed is not None else [query.shape[2]]
+    return _attend_each(query, key, value, lengths, dropout, scaling, sliding_window)
+
+
+def _attend_each(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Sequence[int],
+    dropout: float,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attend within one sequence after the other, as ``_attend`` says."""
     parts = [
         scaled_dot_product_attention(
             one_query,
@@ -131,10 +156,70 @@ def _attend(
             enable_gqa=True,
         )
         for one_query, one_key, one_value in zip(
-            *(tensor.split(lengths, 2) for tensor in (query, key, value)), strict=True
+            *(tensor.split(list(lengths), 2) for tensor in (query, key, value)), strict=True
         )
     ]
     return torch.cat(parts, 2).transpose(1, 2).contiguous()
+
+
+@torch.library.custom_op("libra::attend_each", mutates_args=())  # type: ignore[untyped-decorator]
+def attend_each(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """``_attend_each`` as one operation of a graph; ``starts`` are those of ``PackedSequences``."""
+    lengths = starts.diff().tolist()
+    return _attend_each(query, key, value, lengths, 0.0, scaling, sliding_window)
+
+
+@attend_each.register_fake  # type: ignore[untyped-decorator]
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+@torch.library.custom_op(  # type: ignore[untyped-decorator]
+    "libra::attend_each_backward", mutates_args=()
+)
+def attend_each_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value; what is attended to is computed once more."""
+    lengths = starts.diff().tolist()
+    # Operations of a library run below autograd, which is what they are differentiated with here.
+    below = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with torch.enable_grad(), below:
+        q, k, v = (one.detach().requires_grad_() for one in (query, key, value))
+        output = _attend_each(q, k, v, lengths, 0.0, scaling, sliding_window)
+        of_query, of_key, of_value = torch.autograd.grad(output, (q, k, v), gradient)
+    return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
+
+
+@attend_each_backward.register_fake  # type: ignore[untyped-decorator]
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return tuple(one.new_empty(one.shape) for one in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scaling, ctx.sliding_window = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    found = attend_each_backward(gradient, *ctx.saved_tensors, ctx.scaling, ctx.sliding_window)
+    return (*found, None, None, None)
+
+
+attend_each.register_autograd(_differentiate, setup_context=_keep)
 
 
 def _is_cut(query: Tensor, window: int | None) -> bool:

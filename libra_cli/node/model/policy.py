@@ -57,6 +57,7 @@ from libra_cli.node.model.activations import checkpoint_activations
 from libra_cli.node.model.adapter import add_adapter, published_name, without_adapter
 from libra_cli.node.model.batching import MicroBatch, collate, deal
 from libra_cli.node.model.buckets import in_buckets
+from libra_cli.node.model.compiled import compile_layers
 from libra_cli.node.model.context_parallel import context_group
 from libra_cli.node.model.expert_parallel import is_parted, mesh_of_experts
 from libra_cli.node.model.images import ImageReader, freeze_towers
@@ -568,12 +569,21 @@ class PolicyModel:
         """Return the module to call: accelerate adds autocast and DDP, FSDP2 has its own policy."""
         model.train()
         training = self._config.training
-        checkpoint_activations(
-            model,
-            training.activation_checkpointing,
-            on_gpu=self.device.type == "cuda",
-            offload=training.activation_offload,
-        )
+        choice = training.activation_checkpointing
+        if training.compile:
+            if self.world > 1 and not self.sharded:
+                raise TrainerError(
+                    f"ranks that have a replica each do not compile layers ({self.replicas} have)",
+                    hint="set training.sharding: fsdp2, or leave out training.compile",
+                )
+            compile_layers(model, selective=choice == "selective")
+        if not (training.compile and choice == "selective"):
+            checkpoint_activations(
+                model,
+                choice,
+                on_gpu=self.device.type == "cuda",
+                offload=training.activation_offload,
+            )
         if training.tiled_mlp:
             tile_mlp(model)
         if self.sharded:
@@ -584,6 +594,8 @@ class PolicyModel:
         if self._config.training.lora is not None:
             return self._scoring
         model = call = self._load().eval().requires_grad_(False)
+        if self._config.training.compile:  # or the two would differ by more than their weights
+            compile_layers(model)
         if not self.sharded:
             call = self._accelerator.prepare_model(model, evaluation_mode=True)
         return self._scores(model, call)

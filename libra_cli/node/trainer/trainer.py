@@ -57,6 +57,7 @@ from libra_cli.node.critic.critic import Critic
 from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
 from libra_cli.node.losses.ratios import effective_sample_size
 from libra_cli.node.model.batching import minibatches
+from libra_cli.node.model.compiled import CLOCK
 from libra_cli.node.model.expert_parallel import is_parted
 from libra_cli.node.model.pass_of_shards import OutOfMemoryEverywhere
 from libra_cli.node.model.policy import Look, PolicyModel, is_scored, summed
@@ -158,7 +159,7 @@ class Trainer(PolicyModel):
             TrainerError: there is no generated token, memory does not suffice, or the gradient was
                 not finite in ``MAX_SKIPPED`` steps in a row.
         """
-        started = time.monotonic()
+        started, compiled_s = time.monotonic(), CLOCK.seconds
         samples = self._counted(samples)
         if self._tokens + _generated(samples) + self._left_out == 0:
             raise TrainerError(f"step {step} has no generated token to learn from")
@@ -179,11 +180,23 @@ class Trainer(PolicyModel):
         self.step = step
         return self._metrics(updates) | {
             **self._learn_values(),
+            **self._compiling(step, CLOCK.seconds - compiled_s),
             "shares": reports,
             "own_tokens": _generated(own),
             "own_s": own_s,
             "update_s": time.monotonic() - started,
         }
+
+    def _compiling(self, step: int, seconds: float) -> dict[str, float]:
+        """*Collective.* What a step tells of the seconds that ranks compiled layers in it; nothing
+        if they did not."""
+        if not self.config.training.compile:
+            return {}
+        longest = max(self.gather(seconds))
+        if not longest:
+            return {}
+        log.info("step %d: %.1f s of it were spent compiling layers", step, longest)
+        return {"compile_s": longest}
 
     def _gather_log_ratios(self) -> None:
         """*Collective.* Bring the step's log-ratios to rank 0, and pack them there."""
@@ -312,8 +325,8 @@ class Trainer(PolicyModel):
                     parameter.data.mul_(1 - rate * self.config.training.weight_decay)
 
     def _compute(self, samples: Sequence[TokenSample]) -> float:
-        """Add these to the step; the seconds it took."""
-        began = time.monotonic()
+        """Add these to the step; the seconds it took, without those of compiling layers."""
+        began = CLOCK.without()
         wanted = list(samples)
         sums: dict[str, float] | None = {}
         while wanted and not (sums := self._try(wanted, self.gradients_of)):
@@ -323,9 +336,9 @@ class Trainer(PolicyModel):
             self._tokens, self._sums, self._held = 0, {}, []
         if sums:
             self._add(sums, wanted)
-            taken = time.monotonic() - began
+            taken = CLOCK.without() - began
             self._tokens_per_s = sum(len(one.token_ids) for one in wanted) / taken
-        return time.monotonic() - began
+        return CLOCK.without() - began
 
     def _try(
         self,

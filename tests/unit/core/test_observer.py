@@ -313,6 +313,18 @@ def test_a_sample_has_a_generated_token_and_no_more_than_its_last_context(
     assert [(one.prompt, one.generated, one.observed) for one in samples] == [told] * bool(told)
 
 
+def test_seconds_of_compiling_layers_are_none_of_a_step() -> None:
+    observer = RunObserver(world.recipe(training={"max_staleness": 0}, **ROOM))
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    for step in range(1, 5):
+        row = sample_run.step_record(step, 60.0 * step, started_at=60.0 * step - 45.0)
+        told = {"compile_s": 40.0} if step == 4 else {"loss": 0.5}
+        observer.saw(replace(row, waited_s=15.0, metrics_json=json.dumps(told)))
+    one = observer.measured[-1]
+    assert (one.step_s, one.train_s) == (20.0, 5.0)
+    assert [step.seconds for step in observer.evidence.steps][-2:] == [45.0, 5.0]
+
+
 @pytest.mark.parametrize("generated", [0, 1])
 def test_a_step_of_hardly_a_token_that_was_held_throughout_divides_by_nothing(
     generated: int,

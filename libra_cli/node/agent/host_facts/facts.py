@@ -18,6 +18,7 @@ import shutil
 import socket
 import struct
 import sys
+import sysconfig
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -66,6 +67,7 @@ def facts(
         "interfaces": interfaces(),
         "memlock": _limit(resource.RLIMIT_MEMLOCK),
         "open_files": _limit(resource.RLIMIT_NOFILE),
+        "cpp_missing": _cpp_missing(),
         "rdma": any(Path("/sys/class/infiniband").glob("*")),
         "packages": _versions(packages),
         "requires": _requirements(packages),
@@ -74,6 +76,15 @@ def facts(
         "remains": remains.find(work.parents[1], weights),
         "clock": time.time(),
     }
+
+
+def _cpp_missing() -> str:
+    """Return what torch lacks to compile layers for CPUs; empty if nothing."""
+    named = os.environ.get("CXX", "g++")
+    if shutil.which(named.split()[0] if named.split() else "g++") is None:
+        return f"there is no C++ compiler ({named})"
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return "" if headers.is_file() else f"there are no headers of Python ({headers})"
 
 
 # -- the network -----------------------------------------------------------------------------------

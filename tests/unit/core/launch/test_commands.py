@@ -210,6 +210,17 @@ def test_the_trainer_gets_the_whole_training_section() -> None:
     assert config["training"] == recipe.training.model_dump(mode="json")
 
 
+@pytest.mark.parametrize("compile_", [False, True])
+def test_what_a_trainer_compiles_outlives_its_run(compile_: bool) -> None:
+    case = json.loads(CASES[0].read_text(encoding="utf-8"))
+    case["recipe"].setdefault("training", {})["compile"] = compile_
+    trainer = next(spec for spec in processes(case) if spec.process == "trainer-0")
+    workdir = facts_of(case)[trainer.node].workdir
+    wanted = f"{workdir}/cache/inductor" if compile_ else None
+    assert trainer.env.get("TORCHINDUCTOR_CACHE_DIR") == wanted
+    assert json.loads(trainer.files["trainer.json"])["cp_size"] == 1
+
+
 def test_the_first_train_node_has_the_ports_the_others_meet_at() -> None:
     recipe = Recipe.model_validate(
         {

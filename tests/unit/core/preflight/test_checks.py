@@ -407,6 +407,33 @@ def test_a_kernel_that_cannot_be_compiled_stops_a_host_that_serves():
     assert "gcc python3-dev" in found.remedy.command
 
 
+def test_layers_are_compiled_where_there_is_a_compiler():
+    told = "there is no C++ compiler (g++)"
+    without = replace(SECOND, gpus=(), cpp_missing=told)
+
+    def found(*, compile_: bool, gpus: int = 0, env: dict[str, str] | None = None) -> list[str]:
+        node: dict[str, Any] = {"host": "gpu-02", "gpus": gpus, "pool": ["train"], "env": env or {}}
+        serves = {"host": "gpu-01", "gpus": 2, "slots": 2, "pool": ["rollout", "rollout"]}
+        of = recipe(nodes=[serves, node], training={"compile": compile_})
+        return [one.what for one in wrong(case(second=without, of=of)) if one.check == "compiler"]
+
+    assert found(compile_=True) == [f"{told}, and training.compile is true"]
+    assert found(compile_=False) == found(compile_=True, env={"CXX": "zig c++"}) == []
+    assert found(compile_=True, gpus=2) == []
+
+
+def test_a_kernel_that_cannot_be_compiled_stops_a_host_whose_ranks_compile_layers():
+    report = TorchReport("2.13.0", "13.0", True, ("H100", "H100"), "", "2.28.3", {}, "no gcc")
+    found = {}
+    for compile_ in (False, True):
+        made = case(of=recipe(training={"compile": compile_}))
+        hosts = dict(made.hosts)
+        hosts["gpu-02"] = replace(hosts["gpu-02"], torch=report)
+        found[compile_] = only(replace(made, hosts=hosts), "torch")
+    assert (found[False].severity, found[True].severity) == ("warns", "stops")
+    assert "training.compile" in found[True].why
+
+
 def test_an_old_driver_with_which_torch_computes_is_believed():
     old = replace(FIRST, driver="535.104.05")
     assert only(case(old), "driver").severity == "stops"
@@ -748,12 +775,13 @@ def test_ranks_part_the_experts_of_a_mixture(size: int, experts: int, reason: st
     assert all(reason in one for one in told)
 
 
+@pytest.mark.parametrize("key", ["tiled_mlp", "compile"])
 @pytest.mark.parametrize("experts", [0, 8])
-def test_tiles_are_for_dense_models(experts: int):
-    of = recipe(training={"tiled_mlp": True})
+def test_tiles_and_compiled_layers_are_for_dense_models(experts: int, key: str):
+    of = recipe(training={key: True})
     config = {**CONFIG, **({"num_experts": experts} if experts else {})}
     made = case(of=of, model=ModelFiles(MODEL.files, config))
-    assert any("tiled_mlp" in one.what for one in wrong(made)) == bool(experts)
+    assert any(key in one.what for one in wrong(made)) == bool(experts)
 
 
 HEAD = {
