@@ -115,7 +115,7 @@ def check_nothing_is_lost(world: World, steps: int) -> None:
 def test_a_run_changes_split_and_shapes_under_way_and_loses_nothing() -> None:
     """Told of short trajectories it meets long ones: other servers, other workers, one base."""
     recipe = recipe_of(4, 4, 4, lengths={"generated": 300, "turns": 3, "tool_s": 1.0}, steps=12)
-    world = world_of(recipe, episodes(5 * GROUPS, (200, 300), (200, 6000)))
+    world = world_of(recipe, episodes(5 * GROUPS, (200, 300), (200, 9000)))
     first = world.scene.plan
     world.run()
     last = world.machine.plan
