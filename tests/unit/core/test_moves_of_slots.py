@@ -78,8 +78,8 @@ class Watched(World):
         #: Processes that may hold a slot, by kind; those asked to stop, with the incarnation asked
         #: for.
         self.processes: dict[tuple[str, SlotId], int | None] = {}
-        #: Slots whose servers hold nothing, but have a process.
-        self.asleep: set[SlotId] = set()
+        #: Slots whose servers hold nothing, but have a process; with the incarnation asked to stop.
+        self.asleep: dict[SlotId, int | None] = {}
 
     def give(self, event: e.Event) -> None:
         counts = isinstance(event, e.TurnGenerated) and self._must_count(event)
@@ -135,7 +135,9 @@ class Watched(World):
             if self.processes.get(key) == event.incarnation:
                 del self.processes[key]
                 if isinstance(event, e.ServerAsleep):
-                    self.asleep.add(event.slot)
+                    self.asleep[event.slot] = None
+        if isinstance(event, e.ServerStopped) and self.asleep.get(event.slot) == event.incarnation:
+            del self.asleep[event.slot]
         if isinstance(event, e.TrainerStopped):
             for key in [key for key in self.processes if key[0] == "rank"]:
                 if self.processes[key] == event.incarnation:
@@ -154,13 +156,15 @@ class Watched(World):
         super()._do_sleep_server(action)
 
     def _do_wake_server(self, action: a.WakeServer) -> None:
-        self.asleep.remove(action.slot)
+        del self.asleep[action.slot]
         self._began("server", action.slot)
         super()._do_wake_server(action)
 
     def _do_stop_server(self, action: a.StopServer) -> None:
-        self.asleep.discard(action.slot)
-        self.processes["server", action.slot] = action.incarnation
+        if action.slot in self.asleep:
+            self.asleep[action.slot] = action.incarnation
+        else:
+            self.processes["server", action.slot] = action.incarnation
         super()._do_stop_server(action)
 
     def _do_start_worker(self, action: a.StartWorker) -> None:
