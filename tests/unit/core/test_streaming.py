@@ -22,6 +22,7 @@ from tests.elastic import scene
 from tests.world import algorithm
 
 ALGORITHM = algorithm()
+ALONE = Slot("a/0", "a", (), Pool.TRAIN)
 
 GROUPS = 8
 
@@ -46,7 +47,7 @@ def speak(group: Group, member: int, version: int) -> None:
 
 def trainer(book: GroupLedger, *, stream: bool) -> TrainerGroup:
     batch = StepBatch(book, ALGORITHM, stream=stream)
-    training = TrainerGroup(book, [], batch, checkpoint_every=100)
+    training = TrainerGroup(book, [ALONE], batch, checkpoint_every=100)
     training.start(now=0.0)
     training.started(e.TrainerStarted(1, e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)), now=0.0)
     return training
@@ -141,7 +142,7 @@ def test_parts_of_a_trainer_that_dies_are_trained_by_the_next():
 def test_shares_are_of_the_last_part_only():
     book, workers = ledger(), GradientWorkers(1)
     batch = StepBatch(book, ALGORITHM, stream=True)
-    training = TrainerGroup(book, [], batch, checkpoint_every=100)
+    training = TrainerGroup(book, [ALONE], batch, checkpoint_every=100)
     training.start(now=0.0)
     published = e.PublishedVersion(WeightVersion(1, 0), 1, 0.0)
     training.started(e.TrainerStarted(1, published), now=0.0)
