@@ -21,7 +21,7 @@ from libra_cli.core.records import NoteRecord, StepRecord
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.once import check_once
 from libra_cli.core.rollout.staleness import soft
-from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan, WeightVersion
+from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from tests.world import algorithm
 
 BATCH = 4
@@ -108,7 +108,7 @@ class Steps:
         self.ledger = GroupLedger(group_size=2, groups_per_step=BATCH, rule=soft(1), retries=1)
         self.training = TrainerGroup(
             self.ledger,
-            [],
+            [Slot("a/0", "a", (), Pool.TRAIN)],
             StepBatch(self.ledger, algorithm(scale_rewards="none"), replay=buffer),
             checkpoint_every=100,
         )
