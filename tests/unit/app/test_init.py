@@ -135,7 +135,7 @@ def test_hosts_with_gpus_and_a_model_are_left_to_the_planner(hosts, model):
 
 
 def test_an_adapter_is_trained_where_all_weights_do_not_fit(hosts, model):
-    hosts["gpu"] = Remote(report(gpus=4, mib=24564), model)
+    hosts["gpu"] = Remote(report(gpus=3, mib=24564), model)
     assert libra("init", "gpu", "--model", str(model)).exit_code == 0
     recipe = written()
     assert recipe.training.lora is not None
