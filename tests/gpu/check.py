@@ -235,6 +235,7 @@ def _works() -> Mapping[str, Callable[[Any], dict[str, Any]]]:
         "kernels": kernels.kernels,
         "trainer": trainer.trainer,
         "sharded": ranks.sharded,
+        "compiled": ranks.compiled_layers,
         "start": server.start,
         "versions": server.versions,
         "decode": server.decode,

@@ -180,6 +180,17 @@ CHECKS = (
         "several GPUs train by this path: training.sharding: ddp is the other",
     ),
     Check(
+        "compiled",
+        "compiled",
+        "such a rank with training.compile: gradients and seconds of a step beside plain layers",
+        (
+            Number("gradient_gap", must=(0, 0.1), expect=(0, 0.03), on_cpu=(0, 0.05)),
+            Number("speed", expect=(1.15, 1.4)),
+            Number("compile_s", must=(0, 600), expect=(0, 90), gpu_only=True),
+        ),
+        "training.compile: false, which is the default; tell us what it gains",
+    ),
+    Check(
         "start",
         "server",
         "a vLLM server of 64 seats starts: by which runner, scheduling and graphs it works",

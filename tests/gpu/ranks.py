@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from libra_cli.node.model import compiled
 from libra_cli.node.trainer import checkpoint
 from libra_cli.node.trainer.trainer import Trainer
 from tests.gpu.model import ON_GPU, REHEARSED, Size, batch
@@ -40,6 +42,21 @@ def sharded(place: Place) -> dict[str, Any]:
         "selective_speed": full["step_s"] / selective["step_s"],
         "selective_gib": selective["peak_gib"] - full["peak_gib"],
         "peak_gib": full["peak_gib"],
+    }
+
+
+def compiled_layers(place: Place) -> dict[str, Any]:
+    """Such a rank whose layers are compiled, beside one whose layers are not."""
+    plain = _in_ranks(place, 1, "step", checkpointing="full", kept="plain.pt")
+    one = _in_ranks(place, 1, "step", checkpointing="full", compile="yes", beside="plain.pt")
+    return {
+        "gradient_gap": one["gradient_gap"],
+        "speed": plain["step_s"] / one["step_s"],
+        "compile_s": one["compile_s"],
+        "step_s": one["step_s"],
+        "plain_step_s": plain["step_s"],
+        "peak_gib": one["peak_gib"],
+        "plain_peak_gib": plain["peak_gib"],
     }
 
 
@@ -144,9 +161,19 @@ def _ended(ranks: list[subprocess.Popen[Any]]) -> list[str]:
 # -- in a rank -------------------------------------------------------------------------------------
 
 
-def _step(one: Trainer, size: Size, base: Path, **given: str) -> dict[str, Any]:
-    wanted = torch.load(base / "gradient.pt")
-    gap = apart(gradient_of(one, size), wanted)
+def _step(
+    one: Trainer,
+    size: Size,
+    base: Path,
+    *,
+    beside: str = "gradient.pt",
+    kept: str = "",
+    **given: str,
+) -> dict[str, Any]:
+    wanted, found = torch.load(base / beside), gradient_of(one, size)
+    gap = apart(found, wanted)
+    if kept:
+        torch.save(found, base / kept)
     one.train(0, batch(size, 0))
     peak_gib(one.device.type, anew=True)
     seconds = []
@@ -159,6 +186,7 @@ def _step(one: Trainer, size: Size, base: Path, **given: str) -> dict[str, Any]:
         "shards": one.shards,
         "gradient_gap": gap,
         "step_s": min(seconds),
+        "compile_s": compiled.CLOCK.seconds,
         "peak_gib": peak_gib(one.device.type),
     }
 
@@ -192,8 +220,11 @@ def main(arguments: list[str]) -> None:
         "learning_rate": float(given.get("learning_rate", LEARNING_RATE)),
         "micro_batch_tokens": size.tokens,
         "activation_checkpointing": given["checkpointing"],
+        "compile": "compile" in given,
         "sharding": "fsdp2",
     }
+    if device == "cpu" and shutil.which("g++") is None:
+        compiled.BACKEND = "aot_eager"
     one = Trainer(config_of(Path(base), training, size.tokens, world=world))
     found = works[work](one, size, Path(base), **given)
     if one.rank == 0:
