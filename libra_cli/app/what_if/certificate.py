@@ -126,7 +126,9 @@ def regret_of(trials: Trials, until: Seconds = inf) -> Found:
         error=error_of(trials.was(0).pace, trials.measured),
         seconds=time.monotonic() - began,
     )
-    return replace(row, text=_sentence(row)), rivals
+    is_whole = known.run.steps[0].step == 1
+    who = "this run" if is_whole else f"in its last {row.steps} steps this run"
+    return replace(row, text=_sentence(row, who)), rivals
 
 
 def _play(trials: Trials, rivals: Sequence[Rival], seed: int, until: Seconds) -> bool:
@@ -152,17 +154,17 @@ def _rivals(trials: Trials) -> list[Rival]:
     return [Rival(words_of(one.plan, one.slots), one) for one in plans]
 
 
-def _sentence(row: RegretRecord) -> str:
-    """The certificate in words."""
+def _sentence(row: RegretRecord, who: str) -> str:
+    """The certificate in words; ``who`` is the run, or the part of it that was simulated."""
     lost, error = row.regret or 0.0, row.error or 0.0
     spread = "" if row.ci95 is None else f" ± {100 * row.ci95:.0f}"
     basis = f"simulated, {100 * abs(error):.0f} % too {'slow' if error > 0 else 'fast'} as it was"
     if abs(lost) < ALIKE and (row.ci95 or 0.0) < ALIKE:
         which = f"the best of {row.plans} plans that stay, in hindsight ({row.plan})"
-        return f"no plan that stays would have been faster than this run: it had {which}; {basis}"
+        return f"no plan that stays would have been faster: {who} had {which}; {basis}"
     how = "lost" if lost >= 0 else "gained"
     over = "to" if lost >= 0 else "over"
     return (
-        f"this run {how} {100 * abs(lost):.0f} %{spread} {over} the best plan that stays, in "
+        f"{who} {how} {100 * abs(lost):.0f} %{spread} {over} the best plan that stays, in "
         f"hindsight ({row.plan}); {basis}"
     )

@@ -170,7 +170,18 @@ def test_a_right_split_lost_nothing(right: Path) -> None:
     certify(right)
     row = kept(right)
     assert row.regret == pytest.approx(0, abs=0.005)
-    assert "it had the best of 3 plans" in row.text
+    assert "this run had the best of 3 plans" in row.text
+
+
+def test_of_a_long_run_it_says_that_it_knows_the_last_steps_only(
+    wrong: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Reader(wrong) as reader:
+        turns = reader.turn_count()
+    monkeypatch.setattr(certificates, "MOST_TURNS", turns - 1)
+    row, _ = certificates.certificate(wrong)
+    assert row.text.startswith(f"in its last {row.steps} steps this run lost ")
+    assert row.steps < 12
 
 
 def test_status_and_report_read_it_and_simulate_nothing(
