@@ -189,9 +189,10 @@ def _facts(summary: RunSummary, *, now: float) -> Table:
 
 
 def _fact_regret(facts: Table, summary: RunSummary) -> None:
-    """What the run lost to the best plan that stays, once it has ended."""
-    if summary.regret is not None and summary.run.state not in LIVE:
-        fact(facts, "hindsight", summary.regret.text)
+    """What the run lost to the best plan that stays, once it has ended and where that is known."""
+    told = summary.regret
+    if told is not None and told.regret is not None and summary.run.state not in LIVE:
+        fact(facts, "hindsight", told.text)
 
 
 def _fact_models(facts: Table, summary: RunSummary) -> None:

@@ -205,6 +205,7 @@ def test_pools_that_leave_no_choice_are_told_without_simulating(
     certify(plain)
     assert "allows one plan alone" in kept(plain).text
     assert kept(plain).regret is None
+    assert "hindsight" not in CliRunner().invoke(app, ["status", str(plain)]).output
 
 
 def test_a_short_run_has_none(tmp_path: Path) -> None:
