@@ -102,12 +102,12 @@ def play(recipe: Path, arm: str, seed: int, place: Path) -> None:
         started = subprocess.Popen(command, cwd=place, stdout=log, stderr=log)
         try:
             status = started.wait(RUN_S)
-        except BaseException as error:
-            started.terminate()  # it stops what it has started, and ends
-            started.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
+        except subprocess.TimeoutExpired:
             status = -1
+        finally:
+            if started.poll() is None:
+                started.terminate()  # it stops what it has started, and ends
+                started.wait()
     if status:
         sys.stdout.write(f"{place.name} ended with {status}: {place / 'console.log'}\n")
 

@@ -22,10 +22,12 @@ from libra_cli.app.what_if.plans import staying_plans, words_of
 from libra_cli.app.what_if.reading import WhatIfError, known_of
 from libra_cli.app.what_if.trials import SEEDS, Trials, saved
 from libra_cli.config.errors import LibraError
+from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.records import RegretRecord
-from libra_cli.core.types import Seconds
+from libra_cli.core.types import Pool, Seconds
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
+from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.sim.played_run import AdoptedPlan
 from libra_cli.sim.rerun import Rerun, error_of
 
@@ -39,6 +41,7 @@ BUDGET_S: Seconds = 8.0
 """Seconds after which no further simulation begins. On an idle core one of ``MOST_TURNS`` takes
 0.5 s."""
 AGAINST = "static"
+ONE_PLAN = "the recipe allows one plan alone: its pools fix what every slot does"
 ALIKE = 0.005
 """Shares that are told as 0 %."""
 
@@ -89,6 +92,9 @@ def certificate(run_dir: Path) -> Found:
         taken = reader.run().step
         if taken < LEAST_STEPS:
             raise WhatIfError(f"of {taken} steps, and {LEAST_STEPS} are needed")
+        # Before all its turns are read: most recipes on CPUs leave no choice.
+        if not any(slot.pool is Pool.HYBRID for slot in slots_of(recipe_of(run_dir))):
+            raise WhatIfError(ONE_PLAN)
         known = known_of(reader, most_turns=MOST_TURNS)
     return regret_of(Trials(known), until)
 
@@ -150,7 +156,7 @@ def _rivals(trials: Trials) -> list[Rival]:
     samples = known.observation.workload.samples
     plans = staying_plans(trials.priced, samples, MOST_PLANS)
     if len(plans) < 2:
-        raise WhatIfError("the recipe allows one plan alone: its pools fix what every slot does")
+        raise WhatIfError(ONE_PLAN)
     return [Rival(words_of(one.plan, one.slots), one) for one in plans]
 
 
