@@ -165,7 +165,7 @@ def parse_names(kind: str, wanted: str, known: Sequence[str]) -> tuple[str, ...]
 
 
 def parse_drift(text: str, max_len: Tokens = MAX_LEN) -> Drift:
-    """Return the drift of ``1,4``, ``tools:1,20``, ``turns:1,3``, ``task:TRACE`` or ``none``.
+    """Return the drift of ``1,4``, ``tools:1/20``, ``filtered:0,0.5``, ``task:TRACE`` or ``none``.
 
     See ``sim.drift``. A single factor is the last one. A task's prompts are shorter than
     ``max_len``.
@@ -186,13 +186,25 @@ def parse_drift(text: str, max_len: Tokens = MAX_LEN) -> Drift:
         return Drift(kind, task=playable(load_trace(rest), max_len)[0])
     if rest.lower() in ("", "none", "1"):
         return NO_DRIFT
+    sudden = "/" in rest
+    factors = _factors(text, rest, "/" if sudden else ",", filtered=kind == "filtered")
+    return Drift(kind, factors, sudden=sudden)
+
+
+def _factors(text: str, numbers: str, between: str, *, filtered: bool) -> tuple[float, ...]:
+    """The factors of a drift, at least two: before a single one there was no change."""
     try:
-        factors = tuple(float(part) for part in rest.split(","))
+        factors = tuple(float(part) for part in numbers.split(between))
     except ValueError:
         factors = (math.nan,)
-    if not all(0 < factor < math.inf for factor in factors):
+    if filtered and not all(0 <= factor < 1 for factor in factors):
+        raise BenchError(
+            f"--drift {text!r} is not a list of shares of the groups, from 0 to below 1",
+            hint="--drift filtered:0,0.5 ends leaving out half of the groups that are played",
+        )
+    if not filtered and not all(0 < factor < math.inf for factor in factors):
         raise BenchError(
             f"--drift {text!r} is not a list of factors above zero",
-            hint="--drift 1,4 lets generations grow to four times their length; --drift none",
+            hint="--drift 1,4 lets generations grow to four times their length, 1/4 at once; none",
         )
-    return Drift(kind, factors if len(factors) > 1 else (1.0, *factors))
+    return factors if len(factors) > 1 else (float(not filtered), *factors)

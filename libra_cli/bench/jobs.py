@@ -151,7 +151,11 @@ class Job:
         """The groups of the run, changed as the drift says."""
         number = self.steps * self.groups_per_step
         name = f"run/{self.seed}"
-        return self.drift.groups(self.trace, name, size=self.members, number=number)
+        groups = self.drift.groups(self.trace, name, size=self.members, number=number)
+        if self.drift.kind != "contexts":
+            return groups
+        # A grown prompt that no run would take is one that a user would have left out.
+        return (tuple(one.cut(self.max_len) for one in group) for group in groups)
 
 
 def _batches(job: Job) -> dict[str, object]:
@@ -258,6 +262,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
             "rollout": {
                 "group_size": job.group_size,
                 "oversample": job.oversample,
+                "dynamic_sampling": job.drift.filters,
                 "max_turns": job.limits.max_turns,
                 "max_turn_tokens": job.limits.max_turn_tokens,
             },

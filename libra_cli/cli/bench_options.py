@@ -48,8 +48,9 @@ class BenchOptions:
     drift: Annotated[
         str,
         typer.Option(
-            help="What changes over the run: 1,4 (lengths), tools:1,20, turns:1,3, task:TRACE, "
-            "none; several, with spaces between, are compared one by one."
+            help="What changes over the run: 1,4 (lengths), tools:1,20, turns:1,3, contexts:1,4, "
+            "filtered:0,0.5, task:TRACE, none; 1/4: at once. Several, with spaces between, are "
+            "compared one by one."
         ),
     ] = DRIFT
     bound: Annotated[int, typer.Option(min=0, help="training.max_staleness of the runs.")] = (

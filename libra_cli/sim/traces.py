@@ -125,6 +125,13 @@ class RecordedEpisode:
         turns = tuple(body[at % len(body)] for at in range(number)) if body else ()
         return replace(self, turns=(*turns, last))
 
+    def padded(self, factor: float) -> RecordedEpisode:
+        """The same with a prompt and tool returns of ``factor`` times as many tokens."""
+        turns = tuple(
+            replace(turn, observation=round(turn.observation * factor)) for turn in self.turns
+        )
+        return replace(self, prompt=max(1, round(self.prompt * factor)), turns=turns)
+
     def with_tool_times(self, times: Sequence[Seconds]) -> RecordedEpisode:
         """The same with these seconds after its turns: in a tool, or until a user replies."""
         pairs = zip(self.turns, times, strict=True)

@@ -66,6 +66,20 @@ def test_the_work_of_oversampled_groups_is_theirs() -> None:
     assert replace(JOB, oversample=2).workload.trajectories == 8
 
 
+def test_groups_that_a_drift_filters_are_played_and_not_trained() -> None:
+    job = replace(JOB, steps=4, drift=parse_drift("filtered:0.5,0.5"))
+    steps = world_of(job).run().steps
+    assert sum(step.batch["groups_filtered"] or 0 for step in steps) > 0
+    assert all(step.batch["share_without_signal"] == 0 for step in steps)
+
+
+def test_contexts_that_grow_are_cut_where_a_run_would_take_none() -> None:
+    job = replace(JOB, steps=2, drift=parse_drift("contexts:8,8"), most_tokens=4_096)
+    every = [one for _, group in zip(range(8), job.groups(), strict=False) for one in group]
+    assert max(one.context for one in every) == 4_096
+    assert world_of(job).run().steps
+
+
 def servers(layouts: list[Layout]) -> set[tuple[int, int]]:
     return {(one.buckets[0].tensor_parallel, one.buckets[0].servers) for one in layouts}
 

@@ -63,6 +63,30 @@ def test_a_drift_of_turns_repeats_those_before_the_last() -> None:
     assert [turn.tool for turn in episode().repeated(0.5).turns] == ["tool-0", "tool-3"]
 
 
+def test_a_drift_of_contexts_changes_what_is_read_and_not_what_is_generated() -> None:
+    first, *_, last = drawn(parse_drift("contexts:1,4"))
+    assert (last.prompt, last.turns[0].observation) == (400, 20)
+    assert (last.generated, first.context) == (first.generated, episode().context)
+
+
+def test_a_share_of_the_groups_is_filtered_and_the_longer_tasks_are_left() -> None:
+    lengths = Trace("lengths", tuple(episode(f"t{number}", number) for number in range(2, 12)))
+    groups = islice(parse_drift("filtered:0/0.5").groups(lengths, "run", size=4, number=80), 200)
+    played = [(len({one.reward for one in group}) > 1, group[0].generated) for group in groups]
+    kept = [number for number, (signal, _) in enumerate(played) if signal]
+    half = kept[40]  # from here on the second half of those that are trained
+    assert all(signal for signal, _ in played[:half])
+    assert fmean(signal for signal, _ in played[half:]) == pytest.approx(0.5, abs=0.15)
+    left_out = {generated for signal, generated in played[half:] if not signal}
+    assert max(left_out) < min(generated for signal, generated in played[half:] if signal)
+
+
+def test_a_sudden_drift_holds_each_factor_for_an_equal_part() -> None:
+    played = drawn(parse_drift("1/4/1/2"))
+    factors = [round(one.generated / episode().generated) for one in played]
+    assert factors == [1, 1, 4, 4, 1, 1, 2, 2, 2]
+
+
 def test_a_change_of_task_comes_at_half_the_run() -> None:
     tasks = [one.task for one in drawn(Drift("task", task=OTHER))]
     assert "other" not in tasks[:4]
@@ -83,15 +107,23 @@ def test_factors_are_evenly_spaced_and_linear_in_between() -> None:
 
 def test_a_drift_is_told_in_words() -> None:
     shown = [str(parse_drift(text)) for text in ("none", "4", "1,4,1", "tools:1,20", "task:mint")]
+    shown += [str(parse_drift(text)) for text in ("turns:1/3", "filtered:0.5", "contexts:4/1")]
     assert shown == [
         "no drift",
         "drift x1 x4",
         "drift x1 x4 x1",
         "drift tools x1 x20",
         "drift task mint",
+        "drift turns x1 / x3",
+        "drift filtered 0% 50%",
+        "drift contexts x4 / x1",
     ]
 
 
 def test_a_drift_of_what_does_not_change_is_refused() -> None:
     with pytest.raises(BenchError, match="did you mean 'tools'"):
         parse_drift("tool:1,20")
+    with pytest.raises(BenchError, match="shares of the groups"):
+        parse_drift("filtered:0,1")
+    with pytest.raises(BenchError, match="factors above zero"):
+        parse_drift("tools:1/4,2")
