@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from libra_cli.app.idle_servers import PlannedRun
 from libra_cli.app.resume import begin_with
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import NodeSpec, Recipe
@@ -39,6 +40,8 @@ class DryRun:
     """How many tasks were read for each environment that has files of them, in lines."""
     versions: tuple[str, ...] = ()
     """How versions reach other hosts, where the recipe trusts an interface for it, in lines."""
+    advice: tuple[str, ...] = ()
+    """What would make steps faster that only the recipe can say, in sentences."""
 
 
 def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryRun]:
@@ -72,7 +75,8 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
     hosts = dry_run(recipe, placed=placed)
     names, interface = [node.name for node in recipe.nodes], recipe.weight_sync.trusted_interface
     versions = _told_versions(interface, node_of(found.plan.train[0]), names)
-    return recipe, DryRun(found.plan, hosts, _memory_of(recipe, *placed), tasks, versions)
+    memory, advice = _memory_of(recipe, *placed), PlannedRun(recipe, *placed).advice_beforehand()
+    return recipe, DryRun(found.plan, hosts, memory, tasks, versions, advice)
 
 
 def _told_versions(interface: str | None, head: str, nodes: Sequence[str]) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from libra_cli.bench.bounds import ServerShape, least_makespan
 from libra_cli.bench.clairvoyance import TOLD, OraclePlanner, ScheduledLayouts
 from libra_cli.bench.conditions import MAX_LEN, STALENESS
 from libra_cli.bench.contenders import Future, contender
+from libra_cli.bench.idle_servers import believed_law, placed_beside
 from libra_cli.bench.regret_causes import PlannedStep, planned_steps
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
@@ -32,7 +33,7 @@ from libra_cli.core.types import Seconds, Tokens, TrajectoryId
 from libra_cli.core.workload import BatchOverhead, TrajectoryLimits, TrajectorySample, Workload
 from libra_cli.sim.config import SimConfig
 from libra_cli.sim.drift import NO_DRIFT, Drift
-from libra_cli.sim.priced_scene import priced_scene, server_law
+from libra_cli.sim.priced_scene import priced_scene
 from libra_cli.sim.traces import RecordedEpisode, Trace, TraceError
 from libra_cli.sim.world import World
 
@@ -253,11 +254,14 @@ def _planner(job: Job, space: GpuPlacement) -> DecisionMaker:
 
 def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
     plan, slots = space.place(layout)
+    nodes: list[dict[str, object]] = [{"host": "simulated"}]
+    if layout.idle:
+        plan, slots, nodes = placed_beside(layout, plan, slots)
     bound = 0 if layout.colocated else job.bound
     recipe = Recipe.model_validate(
         {
             "run": {"steps": job.steps},
-            "nodes": [{"host": "simulated"}],
+            "nodes": nodes,
             "model": {"path": "/simulated", "max_len": job.max_len},
             "rollout": {
                 "group_size": job.group_size,
@@ -279,7 +283,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
     )
     scene = priced_scene(
         job.profile,
-        guess_of=partial(server_law, job.believed),
+        guess_of=partial(believed_law, job.believed, layout),
         switch_s=SWITCH_S if layout.colocated else 0.0,
     )
     return scene(recipe=recipe, plan=plan, slots=slots)

@@ -154,6 +154,7 @@ def _print_dry_run(told: DryRun) -> None:
     lines += [f"memory: {line}" for line in told.memory]
     lines += [f"tasks: {line}" for line in told.tasks]
     lines += [f"versions: {line}" for line in told.versions]
+    lines += [f"faster: {line}" for line in told.advice]
     for line in lines:
         out.print(line, markup=False, soft_wrap=True, highlight=False)
     for host in told.hosts:

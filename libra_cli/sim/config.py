@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core.costs.law import ServerLaw
-from libra_cli.core.types import Bucket, Plan, Seconds, Slot
+from libra_cli.core.types import Bucket, Plan, Seconds, Slot, Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class SimConfig:
     gradients of a step travel, ``fixed_s`` what of an optimizer step only the base group has;
     ``turn_s`` what a turn spends outside engine and tool.
     Where servers share cores with the trainer, ``beside_of`` is what they cost while it works, and
-    its step takes ``training_slowdown`` times as long while any of them does.
+    its step takes ``training_slowdown`` times as long while any of them does. ``cache_of`` says how
+    many tokens the KV cache of a bucket's server has that has a share of its GPUs' memory.
     """
 
     recipe: Recipe
@@ -44,3 +45,4 @@ class SimConfig:
     fixed_s: Seconds = 0.0
     beside_of: Callable[[Bucket], ServerLaw] | None = None
     training_slowdown: float = 1.0
+    cache_of: Callable[[Bucket, float], Tokens] | None = None

@@ -8,7 +8,7 @@ from functools import partial
 from libra_cli.core import actions as a
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.types import Bucket, Seconds
+from libra_cli.core.types import Bucket, Seconds, Tokens
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.config import SimConfig
 
@@ -38,12 +38,19 @@ def priced_scene(
         fixed_s=profile.training.step_s,
         beside_of=partial(server_law, beside) if around.serving_slowdown > 1 else None,
         training_slowdown=around.training_slowdown,
+        cache_of=partial(_cache_of, profile),
     )
 
 
 def server_law(profile: Profile, bucket: Bucket) -> ServerLaw:
     """The prices of a bucket's servers. Raises KeyError where the profile has none."""
     return profile.servers[bucket.tensor_parallel]
+
+
+def _cache_of(profile: Profile, bucket: Bucket, memory: float) -> Tokens:
+    """Return the tokens of the KV cache of a server with a share of its GPUs' memory; 0: none."""
+    cost = profile.sharing(bucket.tensor_parallel, memory)
+    return 0 if cost is None else cost.kv_tokens
 
 
 def _train_s(

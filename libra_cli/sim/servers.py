@@ -8,6 +8,7 @@ from typing import assert_never
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.costs.law import ServerLaw
+from libra_cli.core.launch.shares import serving_when_idle
 from libra_cli.core.rollout.turns import ABORTED
 from libra_cli.core.types import Bucket, Plan, Seconds, SlotId, VersionSpan
 from libra_cli.sim.config import SimConfig
@@ -26,6 +27,7 @@ class SimServers:
         self._episodes = episodes
         self.engines: dict[SlotId, Engine] = {}
         self.retired: list[tuple[SlotId, Engine]] = []
+        self._shares = serving_when_idle(scene.recipe.nodes, scene.slots)
         self._requests: dict[int, a.Generate] = {}
         #: When each engine's next milestone is due; engines that may have another one.
         self._woken: dict[SlotId, Seconds] = {}
@@ -124,7 +126,7 @@ class SimServers:
         )
 
     def _start_server(self, action: a.StartServer) -> None:
-        cost = self._scene.cost_of(action.bucket)
+        cost = self._cost(action.slot, action.bucket, self._scene.cost_of)
         engine = Engine(cost, max_num_seqs=action.bucket.max_num_seqs)
         self.engines[action.slot] = engine
         after_s = self._scene.start_s(action.bucket) if self._time.now else 0.0
@@ -172,5 +174,14 @@ class SimServers:
         for slot, bucket in plan.servers:
             engine = self.engines.get(slot)
             if engine is not None:
-                engine.reprice(cost_of(bucket), self._time.now)
+                engine.reprice(self._cost(slot, bucket, cost_of), self._time.now)
                 self._dirty[slot] = engine
+
+    def _cost(
+        self, slot: SlotId, bucket: Bucket, cost_of: Callable[[Bucket], ServerLaw]
+    ) -> ServerLaw:
+        """What a server on the slot costs, with the KV cache that its share of memory leaves."""
+        cost, cache_of = cost_of(bucket), self._scene.cache_of
+        if cache_of is None or slot not in self._shares:
+            return cost
+        return cost.with_kv_tokens(cache_of(bucket, self._shares[slot].rollout))

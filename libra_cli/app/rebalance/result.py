@@ -6,6 +6,7 @@ from dataclasses import astuple, replace
 from math import inf
 from statistics import fmean
 
+from libra_cli.app.idle_servers import PlannedRun
 from libra_cli.app.rebalance.cases import Case
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.planning.planner import Decision
@@ -65,8 +66,15 @@ def result_of(case: Case) -> RebalanceResult:
         verdict=_verdict(case, decision),
         explanation=_explanation(case, decision),
         reasons=list(decision.reasons),
-        notes=list(case.notes),
+        notes=[*case.notes, *_idle_servers(case, decision)],
     )
+
+
+def _idle_servers(case: Case, decision: Decision) -> tuple[str, ...]:
+    """What servers would earn on the trainer's GPUs, under the plan that there is to be."""
+    seen = case.observation
+    plan, slots = (decision.plan, decision.slots) if decision.plan else (seen.plan, seen.slots)
+    return PlannedRun(case.recipe, plan, slots).advice(decision.found.profile, seen.workload)
 
 
 def _measured(case: Case, shown: Times | None) -> StageTimes:

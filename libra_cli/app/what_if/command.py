@@ -11,6 +11,7 @@ from statistics import fmean
 from pydantic import ValidationError
 
 from libra_cli.app.costs import OWN_PRICES, recipe_planner, shipped_for, shipped_of
+from libra_cli.app.idle_servers import PlannedRun
 from libra_cli.app.what_if.certificate import or_reason, regret_of
 from libra_cli.app.what_if.plans import sized, staying_plans, words_of
 from libra_cli.app.what_if.reading import WhatIfError, known_of
@@ -181,8 +182,14 @@ def _result(trials: Trials, rows: list[WhatIfRow], regret: RegretRecord) -> What
         censored=CensoredPart(cut.number, cut.without_longer),
         rows=rows,
         regret=regret,
-        notes=[REWARD, *known.notes],
+        notes=[REWARD, *known.notes, *_idle_servers(trials)],
     )
+
+
+def _idle_servers(trials: Trials) -> tuple[str, ...]:
+    """What servers would have earned on the trainer's GPUs, under the plan of the run's end."""
+    seen, given = trials.known.observation, trials.as_it_was
+    return PlannedRun(given.recipe, seen.plan, seen.slots).advice(given.profile, seen.workload)
 
 
 def _measured(trials: Trials) -> WhatIfRow:

@@ -60,6 +60,7 @@ from libra_cli.core.costs.memory import (
     parting,
     rank_memory,
     served_bytes,
+    server_overhead_gib,
     shards_of,
 )
 from libra_cli.core.costs.mixture_server import MixtureServerCost
@@ -521,6 +522,17 @@ class Profile:
         if cost is None:
             return False
         return self.facts.server_gib(tensor_parallel, cost.kv_tokens) <= self.facts.usable_gib
+
+    def sharing(self, tensor_parallel: int, memory: float) -> ServerLaw | None:
+        """The prices of a server that has this share of the memory of each of its GPUs, and for its
+        KV cache what the weights leave of it; None where that is nothing, or it has no prices."""
+        cost, facts = self.servers.get(tensor_parallel), self.facts
+        if cost is None:
+            return None
+        taken_gib = facts.weights_gib(tensor_parallel) + server_overhead_gib(tensor_parallel)
+        room = (memory * facts.gpu_gib - taken_gib) * tensor_parallel * GIB
+        tokens = min(cost.kv_tokens, int(room / facts.kv_bytes))
+        return cost.with_kv_tokens(tokens) if tokens > 0 else None
 
     def quantized(self, quantization: Quantization | None) -> Profile:
         """Return the same whose servers hold their weights so, and KV in the room that this leaves.

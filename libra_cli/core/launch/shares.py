@@ -11,7 +11,9 @@ vLLM measures.
 
 from __future__ import annotations
 
-from libra_cli.config.recipe import ModelSpec, NodeSpec
+from collections.abc import Iterable, Mapping, Sequence
+
+from libra_cli.config.recipe import ModelSpec, NodeSpec, ShareSpec
 from libra_cli.config.rollout import RolloutSpec
 from libra_cli.core.costs.memory import (
     CPU_SERVER_GIB,
@@ -24,6 +26,7 @@ from libra_cli.core.costs.memory import (
 )
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of
 from libra_cli.core.launch.rollout_backend import ServerLaunch
+from libra_cli.core.types import Pool, Slot, SlotId
 
 
 def server_share(node: NodeSpec, gpu_memory: float | None, gpu_gib: float) -> float:
@@ -38,6 +41,17 @@ def server_share(node: NodeSpec, gpu_memory: float | None, gpu_gib: float) -> fl
 def server_room_gib(node: NodeSpec, gpu_memory: float | None, degree: int, gpu_gib: float) -> float:
     """Return GiB of each of a server's GPUs for weights and KV cache."""
     return gpu_gib * server_share(node, gpu_memory, gpu_gib) - server_overhead_gib(degree)
+
+
+def serving_when_idle(
+    nodes: Sequence[NodeSpec], slots: Iterable[Slot]
+) -> Mapping[SlotId, ShareSpec]:
+    """Return the slots whose servers take requests only while the trainer on their GPUs waits, with
+    their shares of these GPUs."""
+    shared = {node.name: node.share for node in nodes if node.share is not None}
+    serving = [slot for slot in slots if slot.pool is Pool.ROLLOUT and slot.node in shared]
+    found = ((slot.id, shared[slot.node]) for slot in serving)
+    return {slot: share for slot, share in found if share.serve == "when-idle"}
 
 
 def rank_gpu_gib(node: NodeSpec, gpu_gib: float) -> float:

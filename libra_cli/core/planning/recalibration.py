@@ -70,7 +70,8 @@ def recalibrated(
     priced, step = past.times(today), mean_step(measured)
     shown = _stages(step, priced, past, today)
     # Beside a training step as long as it was, which the prices of training may not know.
-    expected = replace(priced, rollout_s=past.rollout_s(today.buckets, step.train_s))
+    serving = past.serving(today, step.train_s)
+    expected = replace(priced, rollout_s=past.rollout_s(serving, step.train_s))
     found = _recalibration(shown, expected)
     number = len(measured)
     found = found.blended(
@@ -91,7 +92,10 @@ def _stages(measured: MeasuredStep, priced: Times, search: Search, layout: Layou
     seen_s = saturated_s = measured.step_s / played
     if measured.in_play_s and priced.rollout_s < inf:
         saturated_s = search.table.saturated_step_s(
-            layout.buckets, measured.in_play_s / played, measured.concurrency, train_s
+            search.serving(layout, train_s),
+            measured.in_play_s / played,
+            measured.concurrency,
+            train_s,
         )
     held = max(0.0, 1.0 - measured.waited_s / (IDLE * measured.step_s))
     return Times(seen_s + held * min(0.0, saturated_s - seen_s), train_s)

@@ -26,7 +26,9 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError
 from libra_cli.core.launch.joined_slots import reshaped
 from libra_cli.core.launch.placement import PlanError, plan_with, slots_of
+from libra_cli.core.launch.shares import serving_when_idle
 from libra_cli.core.observation import Observation
+from libra_cli.core.planning.idle_servers import idle_servers
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_table import planned_buckets
 from libra_cli.core.planning.search import Layout, Search
@@ -66,7 +68,14 @@ class RecipePlacement:
         sizes = {slot.id: slot.num_devices for slot in slots}
         workers = tuple(sizes.get(slot, 1) for slot in plan.gradient)
         ranks = sum(sizes.get(slot, 1) for slot in plan.train) + sum(workers)
-        return Layout(planned_buckets(plan), max(1, ranks), workers=workers if plan.train else ())
+        shares = serving_when_idle(self.recipe.nodes, slots)
+        always = tuple(server for server in plan.servers if server[0] not in shares)
+        return Layout(
+            planned_buckets(replace(plan, servers=always)),
+            max(1, ranks),
+            workers=workers if plan.train else (),
+            idle=idle_servers(plan, shares),
+        )
 
     def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
         """Every choice of training slots, with its predicted times.

@@ -53,18 +53,25 @@ _WAITS = {
 class PlannedBucket:
     """Equal servers, and the trajectories meant for them.
 
-    ``up_to_tokens`` is the generated tokens of the longest of these.
+    ``up_to_tokens`` is the generated tokens of the longest of these. ``beside`` is what servers on
+    the trainer's GPUs are worth beside them, in servers of the bucket (``idle_servers``).
     """
 
     tensor_parallel: int
     servers: int
     up_to_tokens: Tokens
     max_num_seqs: int
+    beside: float = 0.0
 
     @property
     def gpus(self) -> int:
         """GPUs of all servers of the bucket."""
         return self.tensor_parallel * self.servers
+
+    @property
+    def number(self) -> float:
+        """The number of servers, those included that others are worth."""
+        return self.servers + self.beside
 
     def __str__(self) -> str:
         return f"{self.servers} x TP {self.tensor_parallel} up to {self.up_to_tokens:,} tokens"
@@ -131,8 +138,24 @@ class RolloutTable:
         degree, every = bucket.tensor_parallel, (0, len(self._parts))
         if self._refused[degree][every]:
             return inf
-        servers = self._servers_of(degree, bucket.servers, bucket.max_num_seqs, train_s)
+        servers = self._servers_of(degree, bucket.number, bucket.max_num_seqs, train_s)
         return float(servers.time(self._loads[degree].at(every), self.workload).seconds)
+
+    def worth(self, law: ServerLaw, seats: int, bucket: PlannedBucket) -> float:
+        """How many servers of the bucket one of this law is worth: by the seconds in which as many
+        of either play a step; 0 where it does not hold the longest trajectory."""
+        if law.tensor_parallel not in self._loads or bucket.tensor_parallel not in self._loads:
+            return 0.0
+        if law.kv_tokens < self.workload.longest.context:
+            return 0.0
+        every, number = (0, len(self._parts)), max(1, bucket.servers)
+        own = EqualServers(law, number, seats, self._play_share)
+        other = self._servers_of(bucket.tensor_parallel, number, bucket.max_num_seqs, 0.0)
+        seconds = [
+            float(one.time(self._loads[one.cost.tensor_parallel].at(every), self.workload).seconds)
+            for one in (other, own)
+        ]
+        return seconds[0] / seconds[1]
 
     def equal_s(self, degree: int, servers: int) -> Seconds:
         """Seconds of a step on so many servers of one shape, where all other GPUs train."""
@@ -170,7 +193,7 @@ class RolloutTable:
             if time.seconds > slowest:
                 slowest = float(time.seconds)
                 constraint = self._constraint(servers, load, time)
-                where = f"rollout: {servers.number} x TP {servers.cost.tensor_parallel}"
+                where = f"rollout: {servers.number:.3g} x TP {servers.cost.tensor_parallel}"
                 found = Binding(constraint, f"{where}: {_WAITS[constraint]}")
         return found
 
@@ -217,7 +240,7 @@ class RolloutTable:
         for bucket, start, end in self._shares(buckets, train_s):
             load = self._loads[bucket.tensor_parallel].at((start, end))
             degree, seats = bucket.tensor_parallel, bucket.max_num_seqs
-            yield self._servers_of(degree, bucket.servers, seats, train_s), load
+            yield self._servers_of(degree, bucket.number, seats, train_s), load
 
     def _servers_of(self, degree: int, number: Any, seats: int, train_s: Any) -> EqualServers:
         return EqualServers(self._servers[degree], number, seats, self._play_share, train_s)
@@ -248,7 +271,7 @@ class RolloutTable:
 
     def _options(self, before: Any, bucket: PlannedBucket, train_s: Seconds) -> Any:
         """[j, i]: the first j parts as before, the parts up to i on this bucket."""
-        cost = self._matrix(bucket.tensor_parallel, bucket.servers, bucket.max_num_seqs, train_s)
+        cost = self._matrix(bucket.tensor_parallel, bucket.number, bucket.max_num_seqs, train_s)
         return np.maximum(before[:, None], cost)
 
     def _prefixes(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds) -> list[Any]:

@@ -32,6 +32,7 @@ from math import inf
 
 from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.explanation import Binding, Constraint
+from libra_cli.core.planning.idle_servers import IdleServers, with_idle_servers
 from libra_cli.core.planning.rollout_table import DEFAULT_SEATS, PlannedBucket, RolloutTable
 from libra_cli.core.planning.training_table import TrainingPlan, TrainingTable
 from libra_cli.core.types import Seconds
@@ -43,17 +44,19 @@ class Layout:
     """Servers of each shape, short to long, and the number of training ranks, one a GPU.
 
     ``colocated``: every GPU plays and then trains, in turn. ``workers`` are the GPUs of each
-    gradient worker, which are among those that train.
+    gradient worker, which are among those that train. ``idle`` are servers on GPUs that train,
+    which take requests while the trainer waits.
     """
 
     buckets: tuple[PlannedBucket, ...]
     training_gpus: int
     colocated: bool = False
     workers: tuple[int, ...] = ()
+    idle: tuple[IdleServers, ...] = ()
 
     @property
     def rollout_gpus(self) -> int:
-        """GPUs of all rollout servers."""
+        """GPUs of all rollout servers that are not the trainer's."""
         return sum(bucket.gpus for bucket in self.buckets)
 
     @property
@@ -67,7 +70,11 @@ class Layout:
 
     def __str__(self) -> str:
         served = " + ".join(f"{number} x TP {degree}" for degree, number in self.servers.items())
-        return f"rollout {self.rollout_gpus} GPUs ({served}), training {self.training_gpus}"
+        beside = " + ".join(f"{one.number} x TP {one.tensor_parallel}" for one in self.idle)
+        parts = [f"rollout {self.rollout_gpus} GPUs ({served})"] if served else []
+        parts.append(f"training {self.training_gpus}")
+        parts += [f"{beside} there while it waits"] if beside else []
+        return ", ".join(parts)
 
 
 TURNS = 8.0
@@ -193,7 +200,8 @@ def least_regret(
 
 
 def _shape(layout: Layout) -> tuple[object, ...]:
-    return tuple(layout.servers.items()), layout.training_gpus, layout.workers, layout.colocated
+    servers = tuple(layout.servers.items())
+    return servers, layout.training_gpus, layout.workers, layout.colocated, layout.idle
 
 
 class Search:
@@ -215,6 +223,7 @@ class Search:
         self.workload = workload
         self._longest = max(sample.generated for sample in workload.samples)
         self._settings = settings
+        self._profile = profile
         servers = {
             degree: cost
             for degree, cost in profile.servers.items()
@@ -255,8 +264,22 @@ class Search:
         if not self.training.fits(layout.training_gpus):
             return self._times(self.rollout_s(layout.buckets, 0.0), inf)
         train_s = self.training.seconds(layout.training_gpus, layout.workers)
-        times = self._times(self.rollout_s(layout.buckets, train_s), train_s)
-        return replace(times, in_turn=times.in_turn or layout.colocated)
+        times = self._times(self.rollout_s(self.serving(layout, train_s), train_s), train_s)
+        in_turn = times.in_turn or layout.colocated or not layout.buckets
+        return replace(times, in_turn=in_turn)
+
+    def serving(self, layout: Layout, train_s: Seconds) -> tuple[PlannedBucket, ...]:
+        """The layout's servers beside so long a training step, with what those are worth that take
+        requests while the trainer waits."""
+        if not layout.idle:
+            return layout.buckets
+
+        def step_s(buckets: tuple[PlannedBucket, ...]) -> Seconds:
+            return self._times(self.rollout_s(buckets, train_s), train_s).step_s
+
+        return with_idle_servers(
+            layout.buckets, layout.idle, self._profile, self.table, step_s, train_s
+        )
 
     def rollout_s(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds) -> Seconds:
         """Rollout seconds of a step, beside so long a training step: what the table says, and for
@@ -275,7 +298,7 @@ class Search:
             words = f"each of {layout.training_gpus} ranks would need {plan.memory_gib:.0f} GiB"
             return Binding(Constraint.TRAINER_MEMORY, words)
         train_s = self.training.seconds(layout.training_gpus, layout.workers)
-        if self.rollout_s(layout.buckets, train_s) >= train_s:
+        if self.rollout_s(self.serving(layout, train_s), train_s) >= train_s:
             return self._binding_of_rollout(layout)
         base = layout.training_gpus - sum(layout.workers)
         if layout.workers and (why := self.training.unpaid(base)):
@@ -319,7 +342,7 @@ class Search:
     def _binding_of_rollout(self, layout: Layout) -> Binding:
         """More GPUs would help, unless one trajectory or the rule binds; training may need all."""
         train_s = self.training.seconds(layout.training_gpus, layout.workers)
-        found = self.table.binding(layout.buckets, train_s)
+        found = self.table.binding(self.serving(layout, train_s), train_s)
         fewer = layout.training_gpus - 1
         if (
             found.constraint in (Constraint.LONGEST_TRAJECTORY, Constraint.STALENESS)

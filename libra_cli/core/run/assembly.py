@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.config.recipe import Recipe
 from libra_cli.config.rollout import CurriculumSpec, RolloutSpec
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core.algorithms.algorithm import Algorithm
@@ -19,6 +19,7 @@ from libra_cli.core.evaluation.ledger import (
     evaluation_plans,
 )
 from libra_cli.core.launch.process import NUMBER_BYTES, Dtype, dtype_of
+from libra_cli.core.launch.shares import serving_when_idle
 from libra_cli.core.planning.controller import PlanController
 from libra_cli.core.reconcile.reconciler import Reconciler
 from libra_cli.core.rollout.active import Limits
@@ -30,17 +31,7 @@ from libra_cli.core.sampling.curriculum import Curriculum
 from libra_cli.core.sampling.dynamic import FilteredGroups
 from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.scheduling.request_scheduler import RequestScheduler
-from libra_cli.core.types import (
-    Bucket,
-    Plan,
-    Pool,
-    Seconds,
-    Slot,
-    SlotId,
-    Tokens,
-    Trajectory,
-    TrajectoryId,
-)
+from libra_cli.core.types import Bucket, Plan, Seconds, Slot, Tokens, Trajectory, TrajectoryId
 
 
 def _ledger(
@@ -133,7 +124,7 @@ def assemble(
     ledger = _ledger(algorithm, make, tasks)
     evaluations = EvaluationLedger(evaluation_plans(recipe), ledger.retries, make)
     scheduler = RequestScheduler(policy)
-    when_idle = _serving_when_idle(recipe.nodes, slots)
+    when_idle = frozenset(serving_when_idle(recipe.nodes, slots))
     servers = RolloutServers(plan, slots, cost_of, when_idle, may_sleep=recipe.rollout.sleep)
     rollout = Trajectories(
         ledger,
@@ -163,14 +154,6 @@ def assemble(
         reconciler,
         PlanController(recipe, reconciler, plan),
     )
-
-
-def _serving_when_idle(nodes: Sequence[NodeSpec], slots: Sequence[Slot]) -> frozenset[SlotId]:
-    """Return the slots whose servers take requests only while the trainer on their GPUs waits."""
-    shared = {node.name: node.share for node in nodes if node.share is not None}
-    gated = {name for name, share in shared.items() if share.serve == "when-idle"}
-    serving = (slot for slot in slots if slot.pool is Pool.ROLLOUT)
-    return frozenset(slot.id for slot in serving if slot.node in gated)
 
 
 def _trainer(algorithm: Algorithm, ledger: GroupLedger, train: Sequence[Slot]) -> TrainerGroup:

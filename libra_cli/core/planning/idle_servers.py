@@ -1,0 +1,134 @@
+"""The worth of servers on the trainer's GPUs that take requests while it waits (``nodes[].share``).
+
+Of a step of s seconds training takes T, and in what is left of it such a server plays. The turns
+that a step finds there are broken off, and their contexts computed again elsewhere, which takes r
+seconds of a server. So n servers with m of these beside them are worth::
+
+    n + m q max(0, 1 - (T + r) / s)
+
+``q`` is what one of them, of its degree and with the part of a KV cache that it has, is worth of
+the others (``RolloutTable.worth``). The larger the share the shorter the step, and the shorter the
+step the smaller the share: there is one solution, and halving finds it. Where the halves take turns
+training waits as long as rollout plays, and the share is 1; so they do where n is 0.
+
+Limit: means. A server that begins to take requests fills as turns come to it, not at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from libra_cli.config.recipe import ShareSpec
+from libra_cli.core.costs.law import ServerLaw
+from libra_cli.core.costs.observed import UNCHECKED_GIB
+from libra_cli.core.costs.profile import Profile
+from libra_cli.core.planning.rollout_table import PlannedBucket, RolloutTable
+from libra_cli.core.scheduling.least_cost import PLAY_SHARE
+from libra_cli.core.types import Plan, Seconds, SlotId, Tokens
+from libra_cli.core.workload import Workload
+
+SHARE_STEP = 0.01
+"""What shares of a GPU's memory are rounded to."""
+HALVINGS = 8
+"""Halvings of the share of a step: it is known to a 256th."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdleServers:
+    """``number`` servers with ``tensor_parallel`` of the trainer's GPUs each, which take requests
+    while it waits; ``memory`` is the share of each GPU's memory that one has."""
+
+    tensor_parallel: int
+    number: int
+    max_num_seqs: int
+    memory: float
+
+
+def idle_servers(plan: Plan, shares: Mapping[SlotId, ShareSpec]) -> tuple[IdleServers, ...]:
+    """Return the servers of the plan on the slots that have ``shares``, those that are alike as
+    one."""
+    found = Counter(
+        IdleServers(one.tensor_parallel, 1, one.max_num_seqs, shares[slot].rollout)
+        for slot, one in plan.servers
+        if slot in shares
+    )
+    return tuple(replace(one, number=number) for one, number in found.items())
+
+
+def shares_that_fit(profile: Profile, degree: int, ranks: int, longest: Tokens) -> ShareSpec | None:
+    """Return the shares of ``degree`` GPUs, all of the trainer's ``ranks``, with which a server has
+    what the ranks need not, in steps of ``SHARE_STEP``; None where that does not hold the longest
+    trajectory, or how much memory there is nobody knows."""
+    facts = profile.facts
+    if facts.gpu_gib >= UNCHECKED_GIB:
+        return None
+    need = profile.training.memory_gib(ranks, longest) / facts.gpu_gib
+    train = ceil(need / SHARE_STEP)
+    rollout = int(facts.usable_share / SHARE_STEP + 1e-9) - train
+    law = profile.sharing(degree, rollout * SHARE_STEP)
+    if law is None or law.kv_tokens < longest:
+        return None
+    parts = (round(steps * SHARE_STEP, 2) for steps in (rollout, train))
+    return ShareSpec(**dict(zip(("rollout", "train"), parts, strict=True)), serve="when-idle")
+
+
+@dataclass(frozen=True, slots=True)
+class _Worth:
+    """What all such servers are worth while they play, in servers of a bucket, and the seconds of
+    one of them that go into contexts computed again after each step."""
+
+    servers: float = 0.0
+    again_s: Seconds = 0.0
+
+
+def with_idle_servers(
+    buckets: Sequence[PlannedBucket],
+    idle: Sequence[IdleServers],
+    profile: Profile,
+    table: RolloutTable,
+    step_s: Callable[[tuple[PlannedBucket, ...]], Seconds],
+    train_s: Seconds,
+) -> tuple[PlannedBucket, ...]:
+    """Return the buckets, the last of which has beside it what the idle servers are worth;
+    ``step_s`` gives the seconds of a step with some buckets, of which training takes ``train_s``.
+    """
+    first = idle[0]
+    alone = PlannedBucket(first.tensor_parallel, 0, 0, first.max_num_seqs)
+    *others, last = buckets or (alone,)
+    worth = _worth(idle, profile, table, last)
+
+    def having(share: float) -> tuple[PlannedBucket, ...]:
+        return (*others, replace(last, beside=worth.servers * share))
+
+    if table.workload.takes_turns or not buckets:
+        return having(1.0)
+    low, high = 0.0, 1.0
+    for _ in range(HALVINGS):
+        share = (low + high) / 2
+        idle_share = 1 - (train_s + worth.again_s) / max(step_s(having(share)), train_s, 1e-9)
+        low, high = (share, high) if idle_share > share else (low, share)
+    return having(low)
+
+
+def _worth(
+    idle: Sequence[IdleServers], profile: Profile, table: RolloutTable, bucket: PlannedBucket
+) -> _Worth:
+    number, servers, again_s = bucket.servers + sum(one.number for one in idle), 0.0, 0.0
+    for one in idle:
+        law = profile.sharing(one.tensor_parallel, one.memory)
+        if law is not None:
+            worth = one.number * table.worth(law, one.max_num_seqs, bucket)
+            servers += worth
+            again_s += worth * _again_s(law, table.workload, number)
+    return _Worth(servers, again_s / servers) if servers else _Worth()
+
+
+def _again_s(law: ServerLaw, work: Workload, servers: int) -> Seconds:
+    """Seconds to compute again what is in play on one of so many servers, as far as its KV cache
+    holds that."""
+    context = work.mean_context / 2
+    in_play = work.trajectories * work.overlap * context / servers
+    return float(law.recompute_s(min(PLAY_SHARE * law.kv_tokens, in_play), context))
