@@ -38,12 +38,16 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
         "running": (),
         "max_num_running_reqs": (),
         "dynamic_sd_lookup": (),
+        "requests": (),
     },
     "v1/request.py:Request": {
         "request_id": (),
         "num_computed_tokens": (),
         "num_prompt_tokens": (),
         "spec_token_ids": (),
+        "cache_salt": (),
+        "block_hashes": (),
+        "update_block_hashes": (),
     },
     "v1/engine/__init__.py:EngineCoreRequest": {
         "request_id": (),

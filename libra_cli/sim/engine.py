@@ -79,7 +79,8 @@ class EngineRequest(NamedTuple):
 
 class FinishedRequest(NamedTuple):
     """A request that is done or aborted, and how. ``cached`` is what it found in the cache when
-    admitted; an ``admitted_at`` or ``first_token_at`` that never came is negative."""
+    admitted; an ``admitted_at`` or ``first_token_at`` that never came is negative. What it computed
+    is cached under ``cache_key``."""
 
     id: int
     generated: Tokens
@@ -91,6 +92,7 @@ class FinishedRequest(NamedTuple):
     prefilled: Tokens
     reprefilled: Tokens
     preemptions: int
+    cache_key: Hashable
 
 
 class _Live(PrefixHolder):
@@ -103,6 +105,7 @@ class _Live(PrefixHolder):
     __slots__ = (
         "aborted",
         "admitted_at",
+        "cache_key",
         "cached",
         "computed",
         "decoding",
@@ -121,15 +124,12 @@ class _Live(PrefixHolder):
     )
 
     def __init__(self, request: EngineRequest, seq: int, now: Seconds, block_tokens: int) -> None:
-        session = shared = None
         shareable = 0
-        if request.session is not None:
-            session = (request.session, request.cache_key)
         if request.shared is not None:
-            shared = (request.shared[0], request.cache_key)
             shareable = min(request.shared[1], request.prompt) // block_tokens
-        super().__init__(session, shared, shareable)
+        super().__init__(None, None, shareable)
         self.request = request
+        self.cache_under(request.cache_key)
         self.seq = seq
         self.submitted_at = now
         self.target = request.prompt
@@ -138,6 +138,13 @@ class _Live(PrefixHolder):
         self.generated = self.computed = self.joined = self.ends = 0
         self.cached = self.prefilled = self.reprefilled = self.preemptions = 0
         self.decoding = self.aborted = False
+
+    def cache_under(self, cache_key: Hashable) -> None:
+        """Cache under this key what is computed from now on. Nothing may be held under another."""
+        request, self.cache_key = self.request, cache_key
+        self.session = None if request.session is None else (request.session, cache_key)
+        shared = request.shared if self.shareable else None
+        self.shared_key = None if shared is None else (shared[0], cache_key)
 
 
 class Engine:
@@ -197,8 +204,9 @@ class Engine:
         # Of its requests, those that begin in it; and how long the next one is held up.
         self._entered = 0
         self._held_s: Seconds = 0.0
-        # Whether nothing that was computed may be used by the next one.
+        # Whether nothing that was computed may be used by the next one, and what that caches under.
         self._clears = False
+        self._loaded: Hashable = None
         # Whether a request submitted now could join before this segment's end.
         self._open = True
         self._aborted: list[_Live] = []
@@ -281,11 +289,15 @@ class Engine:
         self._cut(now)
         self.cost = cost
 
-    def load(self, seconds: Seconds, now: Seconds, *, clear_cache: bool) -> None:
+    def load(
+        self, seconds: Seconds, now: Seconds, *, clear_cache: bool, cache_key: Hashable = None
+    ) -> None:
         """Load weights at the next step boundary, for so long; with ``clear_cache`` everything is
-        dropped that was computed with the ones before, of live requests too."""
+        dropped that was computed with the ones before, of live requests too, which compute it again
+        and cache it under ``cache_key``."""
         self._cut(now)
-        self._clears = self._clears or clear_cache
+        if clear_cache:
+            self._clears, self._loaded = True, cache_key
         if self._requests:
             self._held_s += seconds
 
@@ -579,6 +591,7 @@ class Engine:
                 live.prefilled,
                 live.reprefilled,
                 live.preemptions,
+                live.cache_key,
             )
         )
 
@@ -606,6 +619,8 @@ class Engine:
             self._push_back(live)
         self._ending.clear()
         self._cache.flush()
+        for live in self._requests.values():
+            live.cache_under(self._loaded)
 
     def _preempt(self, live: _Live) -> None:
         """Take a running request's place, for want of memory."""

@@ -10,7 +10,7 @@ from libra_cli.core import events as e
 from libra_cli.core.costs.law import ServerLaw
 from libra_cli.core.launch.shares import serving_when_idle
 from libra_cli.core.rollout.turns import ABORTED
-from libra_cli.core.types import Bucket, Plan, Seconds, SlotId, VersionSpan
+from libra_cli.core.types import Bucket, Plan, Seconds, SlotId, VersionSpan, WeightVersion
 from libra_cli.sim.config import SimConfig
 from libra_cli.sim.counted import ids, logprobs
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest
@@ -109,7 +109,9 @@ class SimServers:
         whole = generated == play.wanted
         play.said = 0 if whole else play.said + generated
         play.known = len(asked.prompt_ids) + generated
-        version = asked.cache_key.step
+        version, newest = asked.cache_key.step, asked.cache_key
+        if isinstance(done.cache_key, WeightVersion):  # of a load in between
+            newest = max(newest, done.cache_key)
         yield e.TurnGenerated(
             request=asked.request,
             trajectory=asked.trajectory,
@@ -119,7 +121,7 @@ class SimServers:
             token_ids=ids(generated),
             logprobs=logprobs(generated),
             spans=(VersionSpan(version, 0, generated),) if generated else (),
-            newest=asked.cache_key,
+            newest=newest,
             cache_key=asked.cache_key,
             finish_reason="stop" if whole else ABORTED,
             started_at=done.admitted_at if done.admitted_at >= 0 else self._time.now,
@@ -153,6 +155,7 @@ class SimServers:
                 self._scene.stall_s,
                 self._time.now,
                 clear_cache=self._scene.recipe.weight_sync.clear_cache,
+                cache_key=action.published.version,
             )
             self._dirty[action.slot] = engine
         new = action.published

@@ -374,6 +374,31 @@ def test_kv_of_one_version_is_not_reused_under_the_next(bench, weights):
     assert sum(gaps) / len(gaps) < 1e-4
 
 
+def test_what_a_turn_in_flight_computed_again_is_found_under_the_new_version(bench, weights):
+    prompt = list(range(3, 260))  # two of vLLM's blocks on CPUs, and one token
+
+    async def scene(delay_s: float):
+        await bench.server.load(str(weights.versions[0]), published(5), timeout_s=60)
+        begun = turn(prompt, max_tokens=200, version=5)
+        long = asyncio.create_task(bench.server.generate(begun, SAMPLING))
+        await asyncio.sleep(delay_s)
+        await bench.server.load(str(weights.versions[1]), published(6), timeout_s=60)
+        met, before = await long, await bench.server.sample()
+        after = await bench.server.generate(turn(prompt, max_tokens=4, version=6), SAMPLING)
+        return met, after, before, await bench.server.sample()
+
+    for attempt in range(40):
+        met, after, before, now = bench.play(lambda attempt=attempt: scene(0.01 * (attempt % 8)))
+        if len(met.spans) == 2:
+            break
+    else:
+        pytest.fail("no generation was met by a load")
+    computed = now.metrics["prefill_tokens"] - before.metrics["prefill_tokens"]
+    assert computed == 1, "the rest was there"
+    expected = weights.logprobs(1, [*prompt, *after.token_ids])[len(prompt) - 1 :]
+    assert mean_gap(expected, after.logprobs) < 1e-4, "it is of the new version"
+
+
 def test_a_trajectory_goes_on_from_what_older_weights_have_computed_where_that_is_kept(
     bench, weights
 ):

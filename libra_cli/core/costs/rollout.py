@@ -32,11 +32,11 @@ follows from T as the rest does.
 
 **Computed again.** New weights empty the KV caches once a step, unless they are kept. By Little's
 law ``live`` trajectories are in play, with ``context`` tokens each. Those with a turn on a server
-compute these at once, for the share of its time in play that a trajectory is there. And all do at
-the first turn after, for a turn's cache belongs to the weights that it began with; ``boundaries``
-are the contexts at all turns but the first ones, and boundaries (1 - exp(-live context /
-boundaries)) of these tokens meet new weights. Not where each batch waits for the one before. Of g
-siblings with one prompt on k servers, k (1 - (1 - 1 / k)^g) compute it.
+compute these at once, for the share of its time in play that a trajectory is there, and find them
+at the next turn. Those that wait for a tool do at the first turn after: ``boundaries`` are the
+contexts at all turns but the first ones, and boundaries (1 - exp(-waiting / boundaries)) of these
+tokens meet new weights. Not where each batch waits for the one before. Of g siblings with one
+prompt on k servers, k (1 - (1 - 1 / k)^g) compute it.
 
 Limit: means. How evenly a scheduler fills its servers, what its moves compute again, and bursts of
 trajectories that end together are not in here.
@@ -185,7 +185,8 @@ class EqualServers:
             decoding = live * slower * mine.engine_s / in_play_s
             share = (share + self.cost.step_share(decoding)) / 2
             at_once = live * slower * mine.engine_context / in_play_s
-            again = (again + at_once + _met(live * context, mine.boundaries)) / 2
+            later = _met(live * mine.tool_context / in_play_s, mine.boundaries)
+            again = (again + at_once + later) / 2
             again *= not (workload.takes_turns or workload.keeps_kv)
             training = (training + self.train_s / np.maximum(seconds, self.train_s)) / 2
         return time

@@ -589,7 +589,7 @@ class Trajectories:
         active.broke_at.clear()
         if self._fatal_prompts:
             self._fatal_prompts.cleared(active.trajectory.id)
-        active.turn_key = kv_key(event.cache_key, active.kv_since)
+        active.turn_key = self._turn_key(active, event)
         append_turn(active.trajectory, event, kv=active.turn_key)
         self._context_tokens += len(event.token_ids)
         if self._keeps_kv and active.kv_since is None and event.token_ids:
@@ -606,6 +606,12 @@ class Trajectories:
         active.turn, active.ended_at = turn, now
         advance = AdvanceEpisode(turn.trajectory, turn.token_ids, turn.finish_reason, turn.logprobs)
         return [*ended, advance]
+
+    def _turn_key(self, active: ActiveTrajectory, turn: TurnGenerated) -> WeightVersion:
+        """The version under whose name a turn's context is cached: where loads clear the cache, of
+        the last one, with which its server has computed it again."""
+        served = turn.cache_key if self._keeps_kv else turn.newest
+        return kv_key(served, active.kv_since)
 
     def abort(self, slot: SlotId) -> list[Result]:
         """Break off every turn on a server; what it has said so far is kept."""

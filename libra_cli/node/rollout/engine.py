@@ -276,11 +276,12 @@ class VllmEngine:
         """Load a version in place and say what of it is not held as it was published.
 
         An adapter is merged into the base model's tensors (``merged_weights``).
-        Turns in flight are kept; their contexts are computed anew by the new version, or without
-        ``clear_cache`` stay as older ones have computed them, as does the cache. Also returned
-        are the turns that ended while the steps begun before it were awaited. If the load fails or
-        anything differs, nothing is generated any more: the engine may hold parts of two versions.
-        With ``partly`` it goes on if tensors cannot be found in it, as long as none found differs.
+        Turns in flight are kept; their contexts are computed anew by the new version and cached
+        under its ``label``, or without ``clear_cache`` stay as older ones have computed them, as
+        does the cache. Also returned are the turns that ended while the steps begun before it were
+        awaited. If the load fails or anything differs, nothing is generated any more: the engine
+        may hold parts of two versions. With ``partly`` it goes on if tensors cannot be found in it,
+        as long as none found differs.
 
         Raises:
             RuntimeError: it is asleep.
@@ -296,6 +297,8 @@ class VllmEngine:
         loaded = time.monotonic()
         if not proof.different and (partly or not proof.untraced):
             self._label = label
+            if clear_cache:
+                self._cache_under(label)
             if self._has_head:  # which is version 0 of itself
                 self._counters["draft_lag"] = int(label.rpartition("v")[2])
             self._core.resume_scheduler()
@@ -320,6 +323,13 @@ class VllmEngine:
         # The cache of encoded images stays as well: versions all have the same vision tower.
         self._core.pause_scheduler("keep", clear_cache=clear_cache)
         return ended
+
+    def _cache_under(self, salt: str) -> None:
+        """Cache what turns compute from now on, which is their whole contexts, under a ``salt``."""
+        for request in self._scheduler.requests.values():
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
 
     def sleep(self) -> list[Any]:
         """Give back weights and KV cache, and keep process and compiled graphs; return the turns

@@ -1,6 +1,7 @@
 """The simulated outside: nothing lost, the same every time, plans that change."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 
@@ -8,11 +9,15 @@ import pytest
 
 from libra_cli.core.actions import Generate
 from libra_cli.core.costs.law import ServerLaw
+from libra_cli.core.events import TurnGenerated
 from libra_cli.core.reconcile.reconciler import GRACE_S
+from libra_cli.core.rollout.active import ActiveTrajectory
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.scheduling.policy import POLICIES
+from libra_cli.core.scheduling.server_queues import Request
 from libra_cli.core.types import Plan, Pool, Slot, TrajectoryId, WeightVersion
 from libra_cli.plugins.finding import find
+from libra_cli.sim.engine import FinishedRequest
 from libra_cli.sim.servers import SimServers
 from libra_cli.sim.world import World
 from tests import sim_scene
@@ -86,6 +91,32 @@ def test_kept_kv_is_never_older_than_a_trajectory_s_first_turn_and_spares_work(
         older = sum(turn.kv_key < turn.cache_key for turn in asked)
         assert older == 0 if clear else older > 20
     assert again[False] < again[True] / 2
+
+
+def test_a_turn_met_by_new_weights_is_cached_under_these(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So its trajectory's next turn finds what the server has computed again."""
+    answered: dict[TrajectoryId, TurnGenerated] = {}
+    known: list[tuple[WeightVersion, WeightVersion | None]] = []
+    generated, ask = SimServers._generated, ActiveTrajectory.next_request
+
+    def answer(
+        servers: SimServers, asked: Generate, done: FinishedRequest
+    ) -> Iterator[TurnGenerated]:
+        for turn in generated(servers, asked, done):
+            answered[turn.trajectory] = turn
+            yield turn
+
+    def asks(active: ActiveTrajectory, now: float) -> Request:
+        request = ask(active, now)
+        if (turn := answered.get(request.trajectory)) is not None and request.turns:
+            assert request.last_key == turn.newest
+            known.append((turn.cache_key, request.last_key))
+        return request
+
+    monkeypatch.setattr(SimServers, "_generated", answer)
+    monkeypatch.setattr(ActiveTrajectory, "next_request", asks)
+    run(here=sim_scene.scene(steps=6))
+    assert sum(key != asked for asked, key in known) > 5
 
 
 def test_no_group_is_played_again_for_its_age() -> None:
