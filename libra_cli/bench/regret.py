@@ -1,6 +1,8 @@
 """What is lost by not having known: libra beside the best plans in hindsight, on the same runs.
 
     best static               one plan for the whole run, the best of those simulated on it
+      trainer's GPUs serve    the best where a server on each node that trains as a whole takes
+                              requests while the trainer waits (``nodes[].share``)
     clairvoyant               the best such plan of each part of the run, one after the other, or
                               the best static one where that did better
     clairvoyant, free moves   the same where servers and gradient workers start at once
@@ -25,7 +27,7 @@ trajectory of the whole run, and libra's the longest that it has seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from statistics import fmean
@@ -33,6 +35,7 @@ from typing import TypeAlias
 
 from libra_cli.bench.clairvoyance import TOLD
 from libra_cli.bench.config import ExperimentConfig, Progress
+from libra_cli.bench.idle_servers import with_idle_servers
 from libra_cli.bench.jobs import Job, first_layout_of, planned_run, playable, static_run
 from libra_cli.bench.parallel import simulated
 from libra_cli.bench.regret_causes import CAUSES, PlannedStep, shares_lost
@@ -42,6 +45,7 @@ from libra_cli.bench.results import (
     FREE_CLAIRVOYANT,
     LEAST_GAIN,
     LIBRA_TOLD,
+    SHARED,
     ExperimentResult,
     Regret,
     ResultRow,
@@ -128,7 +132,7 @@ class StaticPlans:
         self._gpus = job.gpus
         played = list(islice(job.groups(), job.steps * job.groups_per_step))
         work = job.work_of(played)
-        self._longest = work.longest.context
+        self._profile, self._longest = job.profile, work.longest.context
         longest = job.max_len
         self.cut = sum(one.context > longest for group in played for one in group)
         self._trainers = TrainingTable(job.profile.training, work, job.gpus)
@@ -149,6 +153,14 @@ class StaticPlans:
         buckets = (PlannedBucket(degree, servers, self._longest, DEFAULT_SEATS),)
         fits = degree in self._degrees and self._trainers.fits(spare)
         return Layout(buckets, spare) if fits else None
+
+    def shared(self, layouts: Iterable[Layout]) -> list[Layout]:
+        """Return these plans with servers that take requests while the trainer waits, as far as
+        memory holds them."""
+        found = (
+            with_idle_servers(one, self._profile, self._gpus, self._longest) for one in layouts
+        )
+        return [one for one in found if one is not None]
 
     def first(self) -> list[Layout]:
         """Every degree on ``SHARES`` of the GPUs, or on the most that leave enough to train on."""
@@ -207,6 +219,13 @@ def _look_for_statics(cases: Sequence[_Case], progress: Progress) -> None:
         for layout in case.finalists()
     ]
     _simulate(others, progress)
+    shared = [
+        (case, seed, layout)
+        for case in cases
+        for layout in case.plans.shared(case.finalists())
+        for seed in range(len(case.shared_runs))
+    ]
+    _simulate(shared, progress)
 
 
 def _simulate(wanted: Sequence[tuple[_Case, int, Layout]], progress: Progress) -> None:
@@ -214,7 +233,7 @@ def _simulate(wanted: Sequence[tuple[_Case, int, Layout]], progress: Progress) -
     for (case, seed, layout), run in zip(
         wanted, simulated(static_run, jobs, progress), strict=True
     ):
-        case.static_runs[seed][layout] = run
+        (case.shared_runs if layout.idle else case.static_runs)[seed][layout] = run
 
 
 # -- one trace and drift ---------------------------------------------------------------------------
@@ -227,6 +246,7 @@ class _Case:
         self.job = job
         self.plans = StaticPlans(job)
         self.static_runs: list[_Runs] = [{} for _ in range(seeds)]
+        self.shared_runs: list[_Runs] = [{} for _ in range(seeds)]
         self.rows: list[ResultRow] = []
         self.timelines: list[Timeline] = []
         self.causes: dict[tuple[str, int], dict[str, float]] = {}
@@ -285,6 +305,9 @@ class _Case:
         best = self._best(row.seed)
         if not any((kept.planner, kept.seed) == (BEST_STATIC, row.seed) for kept in self.rows):
             self.rows.append(replace(self.static_runs[row.seed][best][0], planner=BEST_STATIC))
+            if shared := [run for run, _ in self.shared_runs[row.seed].values()]:
+                most = max(shared, key=lambda run: run.throughput_tok_s)
+                self.rows.append(replace(most, planner=SHARED))
         at_least = {CLAIRVOYANT: BEST_STATIC, FREE_CLAIRVOYANT: CLAIRVOYANT}.get(name)
         known = [kept for kept in self.rows if (kept.planner, kept.seed) == (at_least, row.seed)]
         row = max(row, *known, key=lambda one: one.throughput_tok_s) if known else row

@@ -35,6 +35,8 @@ FREE_CLAIRVOYANT = "clairvoyant, free moves"
 LIBRA_TOLD = "libra, work told"
 BEST_STATIC = "best static"
 """The best plan that never moves, found in hindsight."""
+SHARED = "best static, trainer's GPUs serve"
+"""The best such plan where a server on the trainer's GPUs takes requests while it waits."""
 BASE_POLICY = "least-loaded"
 BASE_PLANNER = "static-best"
 USUAL_POLICY = "sticky-least-loaded"
@@ -63,6 +65,7 @@ _KNOW_THE_FUTURE = (
     CLAIRVOYANT,
     FREE_CLAIRVOYANT,
     BEST_STATIC,
+    SHARED,
     LIBRA_TOLD,
 )
 

@@ -19,7 +19,7 @@ from libra_cli.bench.jobs import Job, first_layout_of, playable, static_run, wor
 from libra_cli.bench.regret import StaticPlans, best_script, part_seconds, regrets
 from libra_cli.bench.regret_causes import CAUSES, PlannedStep
 from libra_cli.bench.report.sheets import regret_sheet
-from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD
+from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD, SHARED
 from libra_cli.cli.main import app
 from libra_cli.core.planning.search import Layout
 from libra_cli.core.workload import BatchOverhead
@@ -250,11 +250,12 @@ def test_every_contender_plays_every_seed_and_the_report_tells_the_regret(
     done = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
     assert done.exit_code == 0, done.output
     told = json.loads(Path("told.json").read_text())
-    names = {BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD, "uniform", "libra"}
+    names = {BEST_STATIC, SHARED, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD}
+    names |= {"uniform", "libra"}
     for drift in ("drift x1 x4", "drift turns x1 x2"):
         rows = [one for one in told["rows"] if one["variant"] == drift]
         assert {one["planner"] for one in rows} >= names
-        assert len(rows) == 2 * 9
+        assert len(rows) == 2 * 10
         starts = [one["start"] for one in told["regret"] if one["variant"] == drift]
         assert starts == ["own", "guess", "half", "worst"]
     for one in told["regret"]:
