@@ -17,7 +17,10 @@ Optimizer: TypeAlias = Literal["adamw", "adamw_offload", "muon"]
 
 _Beta: TypeAlias = Annotated[float, Field(ge=0.0, lt=1.0)]
 
-StalenessRule: TypeAlias = Literal["hold", "late", "soft", "cut", "token"]
+StalenessRule: TypeAlias = Literal["hold", "late", "soft", "cut", "token", "auto"]
+
+AUTO_BOUNDS = (0, 1, 2, 4)
+"""The bounds among which ``staleness: auto`` chooses, in versions; and the one of the recipe."""
 
 
 def _as_rule(value: Any) -> Any:
@@ -33,7 +36,9 @@ class StalenessSpec(Section):
     rule: StalenessRule | None = None
     """hold waits for groups that would get too old, late a little later, soft and token never; cut
     closes them with the members that are finished. token bounds the age of each token instead.
-    Null: cut, and hold where max_staleness is 0."""
+    auto begins at max_staleness and lets the planner choose 0, 1, 2 or 4 while the run goes on, by
+    the seconds of a step and by what old tokens are worth; it holds at 0 and cuts otherwise. Null:
+    cut, and hold where max_staleness is 0."""
     versions: Annotated[Positive | None, only_with("rule", "late")] = None
     """late: how many versions over max_staleness a group may be. Null: 1."""
     least: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | None, only_with("rule", "cut")] = (
@@ -46,6 +51,11 @@ class StalenessSpec(Section):
     """token: leave tokens over max_staleness out of the loss, or
     let them weigh at most 1. Null: mask.
     """
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the planner chooses the bound."""
+        return self.rule == "auto"
 
     @property
     def masks(self) -> bool:
@@ -281,12 +291,13 @@ class TrainingSpec(Section):
     """
     max_staleness: Count = 1
     """Versions that a token may be behind the step that trains on it; 0 is on-policy. How strictly
-    it is kept is the matter of staleness."""
+    it is kept is the matter of staleness, and with staleness: auto a run only begins with it."""
     staleness: Annotated[
         StalenessSpec,
         BeforeValidator(_as_rule, json_schema_input_type=StalenessRule | StalenessSpec),
     ] = StalenessSpec()
-    """The rule that makes a batch: hold, late, soft, cut, token, or {rule: NAME, ARGUMENT: ...}."""
+    """The rule that makes a batch: hold, late, soft, cut, token, {rule: NAME, ARGUMENT: ...}, or
+    auto, which chooses the bound too."""
     checkpoint_every: Positive = 10
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: Positive = 2
@@ -339,9 +350,28 @@ class TrainingSpec(Section):
     """Begin a step on the groups that are finished while others are still played."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what compiled layers cannot be beside."""
-        if not self.compile:
-            return
+        """Yield what compiled layers, and a bound that is chosen, cannot be beside."""
+        if self.staleness.is_chosen:
+            yield from self._unknown_worth()
+        if self.compile:
+            yield from self._not_compiled()
+
+    def _unknown_worth(self) -> Iterator[Problem]:
+        """Yield why a run could not tell what its old tokens are worth."""
+        if self.needs.offline:
+            yield Problem(
+                ("staleness", "loss"),
+                f"is auto, and {self.loss} trains on tokens that no version of the run generated: "
+                "leave out training.staleness",
+            )
+        elif self.sampler_correction == "none":
+            yield Problem(
+                ("staleness", "sampler_correction"),
+                "is auto, which goes by the importance weights of old tokens, and "
+                "training.sampler_correction: none gives them none: leave that out, or name a rule",
+            )
+
+    def _not_compiled(self) -> Iterator[Problem]:
         for name, size in (("cp_size", self.cp_size), ("ep_size", self.ep_size)):
             if (size or 1) > 1:
                 yield Problem(
@@ -355,6 +385,13 @@ class TrainingSpec(Section):
                 "is true, and what a compiled layer keeps with activation_checkpointing: selective "
                 "is not taken to the host: set training.activation_checkpointing: full",
             )
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Every bound that the run may have, ascending; one unless it is chosen."""
+        if not self.staleness.is_chosen:
+            return (self.max_staleness,)
+        return tuple(sorted({*AUTO_BOUNDS, self.max_staleness}))
 
     @property
     def needs(self) -> Needs:

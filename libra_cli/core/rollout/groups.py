@@ -97,6 +97,8 @@ class Group:
     members: list[Trajectory]
     started_at: Seconds
     started_version: Version
+    #: The rule that it was opened under, which it keeps.
+    rule: StalenessRule
     #: Which task of the stream it plays, where a curriculum has chosen it; else its own number.
     task: int | None = None
     state: GroupState = GroupState.OPEN
@@ -117,6 +119,18 @@ class Group:
     def is_rest(self) -> bool:
         """Whether these are the members that a closed group has left behind."""
         return bool(self.finished)
+
+    def is_too_old(self, version: Version) -> bool:
+        """Whether its rule forbids that a step from this version trains it, once it is READY."""
+        most = self.rule.trains
+        return most is not None and version - self.oldest > most
+
+    def is_at_last_call(self, step: int) -> bool:
+        """Whether, while it is played, its rule would have it too old after this step."""
+        if self.rule.waits is None:
+            return False
+        last = step - 1 - self.rule.waits
+        return _oldest(self, last + 1) <= last
 
     @property
     def ended(self) -> list[float]:
@@ -170,6 +184,7 @@ class GroupLedger:
 
     group_size: int
     groups_per_step: int
+    #: What new groups are opened under; those that are under way keep theirs.
     rule: StalenessRule
     retries: int
     #: How a new trajectory is made; a simulator has ones that only count their tokens.
@@ -256,9 +271,8 @@ class GroupLedger:
         everyone = list(range(self.members_started))
         numbers, finished = self._queued_rests.pop(group_id, (everyone, ()))
         members = [self._new_member(group_id, member, now) for member in numbers]
-        group = Group(
-            group_id, members, now, version, task=self._task_of(group_id), finished=finished
-        )
+        task = self._task_of(group_id)
+        group = Group(group_id, members, now, version, self.rule, task=task, finished=finished)
         if group.is_rest:
             self.rests[group_id] = group
             self._playing_late += len(members)
@@ -331,7 +345,7 @@ class GroupLedger:
             self._surplus_tokens += sum(member.generated for member in left)
         if group.reward is not None:
             self._ready_now(group)
-        elif self.rule.least is not None:  # it may be one that can be closed now
+        elif group.rule.least is not None:  # it may be one that can be closed now
             self._unclaimed_change = True
         return group
 
@@ -415,13 +429,12 @@ class GroupLedger:
 
     def expire(self, version: Version) -> list[Group]:
         """Send READY groups that are too old for the next step back to the queue."""
-        most = self.rule.trains
-        if most is None or not self._unclaimed_change or not self._ready:
+        if not self._unclaimed_change or not self._ready:
             return []
         stale = [
             group
             for group in self.groups.values()
-            if group.state is GroupState.READY and version - group.oldest > most
+            if group.state is GroupState.READY and group.is_too_old(version)
         ]
         for group in stale:
             self._enter(group, GroupState.STALE)
@@ -436,9 +449,9 @@ class GroupLedger:
         oldest first, and besides those that are filtered. What is given up of them is the caller's
         to stop.
         """
-        if self.rule.least is None or not self._unclaimed_change:
+        if not self._unclaimed_change or not (last_call := self._at_last_call(step)):
             return []
-        last_call, places = self._at_last_call(step), self._open_places
+        places = self._open_places
         closable = [group for group in last_call if self._may_close(group)]
         takes_place = [group for group in closable if not self._lacks_signal(group)]
         if self._ready + len(takes_place) < places or len(closable) < len(last_call):
@@ -453,11 +466,17 @@ class GroupLedger:
     def _close(self, group: Group) -> None:
         left = [member for member in group.members if member.reward is None]
         group.missing = self.group_size - len(group.ended)
-        if self.rule.keeps_rest:
+        if group.rule.keeps_rest:
             group.members = [member for member in group.members if member.reward is not None]
             started, finished = group.started_version, group.compared.members
             self.rests[group.id] = Group(
-                group.id, left, group.started_at, started, task=group.task, finished=finished
+                group.id,
+                left,
+                group.started_at,
+                started,
+                group.rule,
+                task=group.task,
+                finished=finished,
             )
             self._playing_late += len(left)
         else:
@@ -510,14 +529,11 @@ class GroupLedger:
 
     def _at_last_call(self, step: int) -> list[Group]:
         """Groups that are played and that the rule would have too old for any later step."""
-        if self.rule.waits is None:
-            return []
-        last = step - 1 - self.rule.waits
         played = (group for group in self.groups.values() if group.state is GroupState.OPEN)
-        return [group for group in played if _oldest(group, last + 1) <= last]
+        return [group for group in played if group.is_at_last_call(step)]
 
     def _may_close(self, group: Group) -> bool:
-        least = self.rule.least_of(self.group_size)
+        least = group.rule.least_of(self.group_size)
         return least is not None and len(group.ended) >= least
 
     def _waited_for(self, step: int) -> bool:

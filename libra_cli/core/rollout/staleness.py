@@ -69,6 +69,11 @@ class StalenessRule:
     """Whether what a closed group leaves behind plays on."""
 
     @property
+    def overlap(self) -> float:
+        """Steps' worth of groups that may be open, ready or in training at once."""
+        return 1.0 + self.bound
+
+    @property
     def late(self) -> float:
         """Versions over the bound from which on a step waits for a group; infinity: it never does.
 
@@ -121,10 +126,14 @@ def cut(bound: int, least: float = LEAST, *, keeps_rest: bool = True) -> Stalene
     return StalenessRule(bound, waits=bound, trains=None, least=least, keeps_rest=keeps_rest)
 
 
-def rule_of(training: TrainingSpec) -> StalenessRule:
-    """Return the staleness rule that ``training.staleness`` names, with its defaults."""
-    spec, bound = training.staleness, training.max_staleness
-    match spec.rule or default_rule(bound):
+def rule_of(training: TrainingSpec, bound: int | None = None) -> StalenessRule:
+    """Return the staleness rule that ``training.staleness`` names, with its defaults; under
+    ``auto`` the one of the ``bound`` that is chosen (None: not yet).
+    """
+    spec, bound = training.staleness, training.max_staleness if bound is None else bound
+    match spec.rule:
+        case None | "auto":
+            return unnamed(bound)
         case "hold":
             return hold(bound)
         case "late":
@@ -133,6 +142,11 @@ def rule_of(training: TrainingSpec) -> StalenessRule:
             return cut(bound, spec.least or LEAST, keeps_rest=spec.rest != "drop")
         case "soft" | "token":
             return soft(bound)
+
+
+def unnamed(bound: int) -> StalenessRule:
+    """Return the rule of a recipe that names none, or has the bound chosen."""
+    return hold(bound) if default_rule(bound) == "hold" else cut(bound)
 
 
 def default_rule(bound: int) -> Literal["hold", "cut"]:

@@ -88,7 +88,8 @@ class LossInputs:
     staleness: Tensor
     """int64: versions between the one that produced the token and the trainer's."""
     over: Tensor
-    """bool: whether ``staleness`` is more than ``training.max_staleness``."""
+    """bool: whether ``staleness`` is more than ``training.max_staleness``; where the bound is
+    chosen, than the greatest that may be."""
     max_len: int
     """The most tokens that a trajectory may have, prompt and all."""
     reference: Tensor | None = None

@@ -51,7 +51,7 @@ from libra_cli.node.losses.protocol import (
     loss_of,
     needs_reference,
 )
-from libra_cli.node.losses.ratios import rollout_sums
+from libra_cli.node.losses.ratios import age_sums, rollout_sums
 from libra_cli.node.model import messages, torch_objects
 from libra_cli.node.model.activations import checkpoint_activations
 from libra_cli.node.model.adapter import add_adapter, published_name, without_adapter
@@ -378,11 +378,12 @@ class PolicyModel:
         gap = (inputs.proximal - batch.rollout).abs()[batch.fresh]
         divisor = len(current) if outputs.divisor is None else outputs.divisor
         sums = {**outputs.metrics, **routes}
-        if not self._config.training.needs.offline:  # which no rollout policy generated
-            sums = {**rollout_sums(inputs), **sums}
+        training = self._config.training
+        if not training.needs.offline:  # which no rollout policy generated
+            sums = {**rollout_sums(inputs), **age_sums(inputs, training), **sums}
             if self._tells:
                 self._keep_log_ratios(inputs, samples)
-        if self._config.training.updates > 1:
+        if training.updates > 1:
             sums["ppo_kl"] = (inputs.proximal - current.detach()).sum()
         return {
             "loss": float(loss.detach()),
@@ -410,7 +411,7 @@ class PolicyModel:
             trajectories=batch.rows,
             groups=batch.groups,
             staleness=batch.ages,
-            over=batch.ages > self._config.training.max_staleness,
+            over=batch.ages > self._config.training.bounds[-1],
             max_len=self._config.max_len,
             reference=reference,
         )

@@ -55,7 +55,7 @@ from libra_cli.node.batch.shares import WorkerShare
 from libra_cli.node.credentials import Credentials
 from libra_cli.node.critic.critic import Critic
 from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
-from libra_cli.node.losses.ratios import effective_sample_size
+from libra_cli.node.losses.ratios import effective_sample_size, worth_by_age
 from libra_cli.node.model.batching import minibatches
 from libra_cli.node.model.compiled import CLOCK
 from libra_cli.node.model.expert_parallel import is_parted
@@ -277,12 +277,14 @@ class Trainer(PolicyModel):
         told, differing = (sums.pop(name, 0.0) for name in ROUTE_SUMS)
         del sums["divisor"]
         passes = self.config.training.epochs
+        by_age = worth_by_age(sums, passes)
         return {
             **{name: value / max(1, seen) for name, value in sums.items()},
             "loss": mean_of([one.loss for one in updates]),
             "grad_norm": mean_of([one.norm for one in updates]),
             "update_ratio": mean_of([one.ratio for one in updates]),
             **effective_sample_size(total, squares, seen),
+            **by_age,
             **({"routes_differ": differing / told} if told else {}),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "logprob_gap": gap / gap_tokens if gap_tokens else None,

@@ -14,6 +14,7 @@ from libra_cli.core.metric_names import METRIC_NAMES, key_of, step_metrics
 from libra_cli.core.records import StepRecord, to_metrics_json
 from libra_cli.core.rollout.batches import batch_metrics
 from libra_cli.core.rollout.groups import Group
+from libra_cli.core.rollout.staleness import hold
 from libra_cli.core.types import Trajectory, TrajectoryId
 from tests.sample_run import step_record
 from tests.world import algorithm
@@ -74,7 +75,7 @@ def group(*rewards: float, number: int = 0) -> Group:
     members = [Trajectory(TrajectoryId(number, n)) for n in range(len(rewards))]
     for member, reward in zip(members, rewards, strict=True):
         member.reward, member.turns, member.tools, member.generated = reward, 2, 1, 8
-    return Group(number, members, started_at=0.0, started_version=0)
+    return Group(number, members, started_at=0.0, started_version=0, rule=hold(1))
 
 
 def test_a_batch_says_how_much_signal_its_rewards_have() -> None:

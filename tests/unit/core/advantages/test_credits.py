@@ -21,6 +21,7 @@ from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
 from libra_cli.core.records import CreditRecord
 from libra_cli.core.rollout.groups import Group
 from libra_cli.core.rollout.rows import credit_record
+from libra_cli.core.rollout.staleness import hold
 from libra_cli.core.types import LogRatios, Trajectory, TrajectoryId, TurnReward, VersionSpan
 from tests.world import Faults, World, algorithm, recipe
 
@@ -156,7 +157,7 @@ def grown(number: int, reward: float, turns: int = 1) -> Group:
     members = [Trajectory(TrajectoryId(number, n)) for n in range(2)]
     for member in members:
         member.reward, member.turns, member.generated = reward, turns, 5
-    return Group(number, members, started_at=0.0, started_version=0)
+    return Group(number, members, started_at=0.0, started_version=0, rule=hold(1))
 
 
 def too_few(groups: list[ComparedGroup], training: TrainingSpec) -> Estimate:
@@ -189,7 +190,7 @@ def test_the_deviation_of_advantages_by_turn_is_weighed_by_their_tokens():
     turns = [TurnReward(0, 10, 30), TurnReward(0, 40, 50)]
     by_turn = Trajectory(id=TrajectoryId(0, 0), turn_rewards=turns)
     whole = Trajectory(id=TrajectoryId(0, 1), generated=10)
-    group = Group(0, [by_turn, whole], 0.0, 0)
+    group = Group(0, [by_turn, whole], 0.0, 0, hold(1))
     told = advantage_metrics([group], {by_turn.id: (1.0, -1.0), whole.id: (-1.0,)})
     # Twenty tokens have 1, and twenty -1.
     assert told == {"advantage_std": 1.0, "share_without_signal": 0.0}

@@ -20,7 +20,7 @@ from libra_cli.core.notices import Result, StepClaimed
 from libra_cli.core.records import NoteRecord, StepRecord
 from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.once import check_once
-from libra_cli.core.rollout.staleness import soft
+from libra_cli.core.rollout.staleness import hold, soft
 from libra_cli.core.types import Pool, Slot, Trajectory, TrajectoryId, VersionSpan, WeightVersion
 from tests.world import algorithm
 
@@ -34,7 +34,7 @@ def group_of(number: int, rewards: tuple[float, ...] = (0.0, 1.0), *, version: i
         one.token_ids = array("i", [1, 2, 3])
         one.add_span(VersionSpan(version, 1, 3))
         members.append(one)
-    return Group(number, members, 0.0, version, oldest=version)
+    return Group(number, members, 0.0, version, hold(1), oldest=version)
 
 
 def buffer_of(**spec: object) -> ReplayBuffer:
