@@ -22,10 +22,17 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.algorithms.algorithm import Algorithm, algorithm_of
+from libra_cli.core.bound_choice import BoundChoice, PricedBound
+from libra_cli.core.explanation import (
+    Binding,
+    Constraint,
+    Explanation,
+    PlanOption,
+    PredictedStep,
+)
 from libra_cli.core.launch.joined_slots import slot_named
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import Record, StepRecord, TrajectoryRecord
-from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.run.state import Phase, Resume, RunIdentity
 from libra_cli.core.scheduling.policy import POLICIES
@@ -165,6 +172,8 @@ class Faults:
     stop_asked: float = 0.0
     repeated: float = 0.0
     replanned: float = 0.0
+    bounded: float = 0.0
+    """The planner chooses any staleness bound that the recipe allows."""
     joined: float = 0.0
     """Two slots side by side are one in another plan."""
     ordered: float = 0.0
@@ -187,6 +196,27 @@ class Faults:
     """When a process that failed is gone, its host lacks a GPU of it."""
     slow: float = 0.0
     """A start, a stop or a sync takes longer than anybody waits for it."""
+
+
+def explained_bound(bound: int) -> Explanation:
+    """A decision to stay that chooses this staleness bound."""
+    option = PlanOption("today's", 8.0, 8.0, 10.0)
+    binding = Binding(Constraint.STALENESS, "the bound")
+    today, chosen = (PricedBound(one, "today's", 10.0, 1.0, 1.0, 1.0) for one in (-1, bound))
+    return Explanation(
+        move=False,
+        why_not="near",
+        today=option,
+        chosen=option,
+        runner_up=None,
+        binds_today=binding,
+        binds=binding,
+        predicted=PredictedStep(10.0, 9.0, 11.0, "made up"),
+        cost_s=0.0,
+        payback_steps=None,
+        horizon_steps=10.0,
+        bound=BoundChoice(today, chosen, today, "at random"),
+    )
 
 
 def is_one_of(group: int, every: int) -> bool:
@@ -308,6 +338,9 @@ class World:
             self.later(e.PlanChosen(*self._some_plan()))
         if self._chance("ordered"):
             self.later(self._some_order())
+        if self._chance("bounded"):
+            bound = self.random.choice(self.recipe.training.bounds)
+            self.later(e.PlanKept("near", explanation=explained_bound(bound)))
 
     def _some_plan(self) -> tuple[Plan, tuple[Slot, ...]]:
         """Any the pools allow, the core's first slot kept, on slots joined in any way."""
@@ -658,19 +691,20 @@ class World:
         return e.CheckpointSaved(incarnation, step, path)
 
     def _check_batch(self, samples: Sequence[a.TrainSample]) -> None:
-        """Whole groups, as many as the recipe says and no older than its rule allows."""
-        rule, size = rule_of(self.recipe.training), self.recipe.group_size
+        """Whole groups, as many as the recipe says and no older than their rule allows."""
+        size, batch = self.recipe.group_size, self.machine.training.batch.groups
+        rules = {group.id: group.rule for group in batch}
         parts = [(one.trajectory.id.group, one.trajectory.id.member, one.branch) for one in samples]
         assert len(parts) == len(set(parts)), "a branch of a member twice"
         own = [sample.trajectory.id for sample in samples if sample.branch is None]
         assert {part[:2] for part in parts} == {one[:2] for one in own}
-        late = {group.id for group in self.machine.training.batch.groups if group.is_rest}
+        late = {group.id for group in batch if group.is_rest}
         whole = Counter(who.group for who in own if who.group not in late)
         assert len(whole) == self.recipe.training.groups_per_step
-        least = min(size, rule.least_of(size) or size)
-        assert all(least <= count <= size for count in whole.values())
+        for group, count in whole.items():
+            assert min(size, rules[group].least_of(size) or size) <= count <= size
         for sample in samples:
-            oldest = sample.staleness
+            oldest, rule = sample.staleness, rules[sample.trajectory.id.group]
             assert rule.trains is None or oldest <= rule.trains, f"staleness {oldest}"
             assert sample.trajectory.reward is not None
 

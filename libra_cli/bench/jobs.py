@@ -61,8 +61,8 @@ class Job:
     ``layout`` stays as it is for the whole run; ``start`` is what a planner that moves begins with,
     its own first plan without. ``script`` are layouts for equal parts of the run, one after the
     other, for the clairvoyant planner. ``bound`` is training.max_staleness, ``staleness`` its rule
-    (empty: the recipe's default) and ``stream`` training.stream, as in a recipe. ``most_tokens``
-    cuts trajectories earlier than memory does.
+    (empty: the recipe's default) and ``stream`` training.stream, as in a recipe; ``decay`` is that
+    of a token's worth, in nats a version. ``most_tokens`` cuts trajectories earlier than memory.
     """
 
     trace: Trace
@@ -84,6 +84,7 @@ class Job:
     bound: int = STALENESS
     staleness: str | Mapping[str, object] = field(default_factory=dict)
     stream: bool = False
+    decay: float = 0.0
     most_tokens: Tokens = MAX_LEN
 
     @property
@@ -284,6 +285,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
     scene = priced_scene(
         job.profile,
         guess_of=partial(believed_law, job.believed, layout),
+        decay=job.decay,
         switch_s=SWITCH_S if layout.colocated else 0.0,
     )
     return scene(recipe=recipe, plan=plan, slots=slots)

@@ -26,6 +26,7 @@ from json import dumps
 from math import exp, inf, log
 from statistics import fmean, pstdev
 
+from libra_cli.core.bound_choice import BoundChoice
 from libra_cli.core.json_form import json_form
 from libra_cli.core.types import Seconds
 
@@ -144,6 +145,8 @@ class Explanation:
     cost_s: Seconds
     payback_steps: float | None
     horizon_steps: float
+    bound: BoundChoice | None = None
+    """The staleness bound, where the planner chooses it."""
 
     def of_first_plan(self) -> Explanation:
         """The same of the plan that a run begins with: nothing moves, and nothing was before."""

@@ -159,6 +159,13 @@ class PlanMended(NoticeBase):
     """A failure has changed what is wanted of the slots."""
 
 
+@dataclass(frozen=True, slots=True)
+class BoundChosen(NoticeBase):
+    """Groups are opened under another staleness bound from now on, in versions."""
+
+    bound: int
+
+
 Notice: TypeAlias = (
     ReplicaChanged
     | RoutingChanged
@@ -178,6 +185,7 @@ Notice: TypeAlias = (
     | VersionsLost
     | ResizeRefused
     | PlanMended
+    | BoundChosen
 )
 Result: TypeAlias = Action | Notice
 """What a part's method returns, in order: actions for the runtime, notices for other parts."""

@@ -12,6 +12,7 @@ from statistics import fmean
 
 from libra_cli.core.evidence import CostEvidence, Recalibration
 from libra_cli.core.explanation import PastPrediction
+from libra_cli.core.token_worth import BoundEvidence
 from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
 from libra_cli.core.workload import Workload
 
@@ -59,7 +60,8 @@ class Observation:
     ``rollout_idle`` is the share of the step (0 to 1) in which the staleness bound held rollout
     back; ``queue`` is waiting requests for each seat. ``steps_left`` is None when the end is open.
     ``predictions`` are those of earlier decisions of which it is known what came; ``sync_s`` is how
-    long a server took to pull and load its newest version.
+    long a server took to pull and load its newest version. ``staleness`` is what is known of the
+    staleness bound where the planner chooses it.
     """
 
     step: int
@@ -76,6 +78,7 @@ class Observation:
     steps_left: int | None = None
     predictions: tuple[PastPrediction, ...] = ()
     sync_s: Seconds = 0.0
+    staleness: BoundEvidence | None = None
 
 
 class InPlay:

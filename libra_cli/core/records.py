@@ -600,6 +600,8 @@ class DecisionRecord:
     """
     observed_steps: int = 0
     """Steps of that mean: fewer than planned where the next decision came first."""
+    bound: int | None = None
+    """The staleness bound from here on, in versions; None where the recipe fixes it."""
 
     @property
     def explanation(self) -> Explanation | None:

@@ -26,6 +26,7 @@ class SimConfig:
     Where servers share cores with the trainer, ``beside_of`` is what they cost while it works, and
     its step takes ``training_slowdown`` times as long while any of them does. ``cache_of`` says how
     many tokens the KV cache of a bucket's server has that has a share of its GPUs' memory.
+    ``decay`` is by how many nats the logarithm of a token's worth falls a version.
     """
 
     recipe: Recipe
@@ -46,3 +47,4 @@ class SimConfig:
     beside_of: Callable[[Bucket], ServerLaw] | None = None
     training_slowdown: float = 1.0
     cache_of: Callable[[Bucket, float], Tokens] | None = None
+    decay: float = 0.0

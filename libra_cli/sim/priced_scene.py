@@ -14,12 +14,17 @@ from libra_cli.sim.config import SimConfig
 
 
 def priced_scene(
-    profile: Profile, *, guess_of: Callable[[Bucket], ServerLaw], switch_s: Seconds = 0.0
+    profile: Profile,
+    *,
+    guess_of: Callable[[Bucket], ServerLaw],
+    switch_s: Seconds = 0.0,
+    decay: float = 0.0,
 ) -> partial[SimConfig]:
     """What makes the scene of a ``recipe``, its first ``plan`` and the ``slots`` of it.
 
     ``guess_of`` is what the scheduler believes of servers; ``switch_s`` are seconds before each
-    step in which all GPUs change over to training.
+    step in which all GPUs change over to training; ``decay`` is that of a token's worth, in nats a
+    version.
     """
     moves, around = profile.moves, profile.surroundings
     beside = profile.scaled(around.serving_slowdown)
@@ -36,6 +41,7 @@ def priced_scene(
         turn_s=around.turn_s,
         gradient_s=profile.training.transfer_s,
         fixed_s=profile.training.step_s,
+        decay=decay,
         beside_of=partial(server_law, beside) if around.serving_slowdown > 1 else None,
         training_slowdown=around.training_slowdown,
         cache_of=partial(_cache_of, profile),

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp
 from typing import assert_never
 
+from libra_cli.config.age_metrics import AGE_TOKENS, AGE_WORTH, OLDEST
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.types import Seconds, Slot, SlotId, Tokens, WeightVersion
@@ -66,7 +68,8 @@ class SimTrainer:
     time.
 
     ``slowdown`` is how many times as long a step takes while a server has work; ``gradient_s`` how
-    long a worker's gradients travel, ``fixed_s`` what a step costs whatever is in it.
+    long a worker's gradients travel, ``fixed_s`` what a step costs whatever is in it. A token is
+    worth exp(-``decay``) times as much with each version that it is behind.
     """
 
     slots: Mapping[SlotId, Slot]
@@ -77,6 +80,7 @@ class SimTrainer:
     gradient_s: Seconds = 0.0
     fixed_s: Seconds = 0.0
     resize_s: Seconds = 0.0
+    decay: float = 0.0
     base: tuple[SlotId, ...] = ()
     #: When each step began and ended.
     trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
@@ -185,7 +189,11 @@ class SimTrainer:
             incarnation,
             number,
             self._published(incarnation, number, self.clock() + took),
-            {"own_tokens": float(_tokens(step.own)), "own_s": step.own_s},
+            {
+                "own_tokens": float(_tokens(step.own)),
+                "own_s": step.own_s,
+                **_worth_by_age(step.action.samples, self.decay),
+            },
             tuple(self._share_done(part, step) for part in step.partitions),
         )
         self.later(self._due, took)
@@ -218,6 +226,22 @@ class SimTrainer:
 
     def _published(self, incarnation: int, step: int, at: Seconds) -> e.PublishedVersion:
         return e.PublishedVersion(WeightVersion(incarnation, step), 0, at)
+
+
+def _worth_by_age(samples: Sequence[a.TrainSample], decay: float) -> dict[str, float]:
+    """Return what a trainer would tell of the tokens of a step by their age.
+
+    Log ratios are normal, so that their KL divergence is half of what is lost of the worth.
+    """
+    tokens: dict[int, float] = {}
+    for sample in samples:
+        for behind, start, end in sample.tokens.behind(sample.held):
+            age = min(behind, OLDEST)
+            tokens[age] = tokens.get(age, 0.0) + end - start
+    told = {AGE_TOKENS.format(age): number for age, number in tokens.items()}
+    told |= {AGE_WORTH.format(age): exp(-decay * age) for age in tokens}
+    ages = sum(age * number for age, number in tokens.items())
+    return told | {"rollout_kl": decay * ages / 2 / max(1.0, sum(tokens.values()))}
 
 
 def _tokens(samples: Sequence[a.TrainSample]) -> Tokens:

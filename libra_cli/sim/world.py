@@ -120,6 +120,7 @@ class World:
             scene.gradient_s,
             scene.fixed_s,
             scene.resize_s,
+            scene.decay,
             trained=self.recording.trained,
         )
         self._owners = self._owned(plans if planner is None else partial(answer, planner))

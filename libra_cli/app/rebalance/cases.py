@@ -16,7 +16,7 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Planner
-from libra_cli.core.run.observer import workload_of
+from libra_cli.core.run.observer import RunObserver, workload_of
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.summary import summary
 from libra_cli.runtime.recipes.loader import load_recipe
@@ -76,6 +76,7 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
             plan=plan,
             slots=slots,
             workload=workload_of(recipe, samples),
+            staleness=RunObserver(recipe).staleness,
         ),
         planner=recipe_planner(recipe, lambda plan, evidence: prices, elastic=False),
         profile=prices,

@@ -51,16 +51,26 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
         steps_left=recipe.run.steps - step if live else recipe.run.steps,
         predictions=observer.predictions,
         sync_s=observer.sync_s,
+        staleness=observer.staleness,
     )
 
 
 def _recalibration(
     plans: Sequence[PlanRecord], decisions: Sequence[DecisionRecord]
 ) -> Recalibration | None:
-    """The recalibration by the last decision that moved slots since the run began, or went on."""
-    began = max((row.plan for row in plans if row.cause == "start"), default=0)
-    moved = [row for row in decisions if row.plan is not None and row.plan > began]
-    return Recalibration(moved[-1].rollout_factor, moved[-1].training_factor) if moved else None
+    """The recalibration by the last decision that moved slots, or changed the staleness bound,
+    since the run began, or went on."""
+    began, at = max(((row.plan, row.at) for row in plans if row.cause == "start"), default=(0, 0.0))
+    changed = [row for row in decisions if row.at >= at and _changes(row, began)]
+    if not changed:
+        return None
+    return Recalibration(changed[-1].rollout_factor, changed[-1].training_factor)
+
+
+def _changes(row: DecisionRecord, began: int) -> bool:
+    """Whether a decision changed something under which steps are measured."""
+    choice = row.explanation.bound if row.explanation else None
+    return (row.plan is not None and row.plan > began) or bool(choice and choice.changes)
 
 
 def gpu_names(reader: Reader, recipe: Recipe) -> frozenset[str]:

@@ -65,6 +65,7 @@ def result_of(case: Case) -> RebalanceResult:
         ],
         verdict=_verdict(case, decision),
         explanation=_explanation(case, decision),
+        bounds=list(decision.bounds),
         reasons=list(decision.reasons),
         notes=[*case.notes, *_idle_servers(case, decision)],
     )

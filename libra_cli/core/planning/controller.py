@@ -17,7 +17,7 @@ that comparison too.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from json import dumps
 from statistics import fmean
@@ -28,13 +28,14 @@ from libra_cli.core.actions import AnswerOrder, Propose, Save
 from libra_cli.core.events import PlanChosen, PlanEvent, PlanKept, PlanOrdered
 from libra_cli.core.evidence import Recalibration
 from libra_cli.core.explanation import STEPS, Explanation
-from libra_cli.core.notices import Result
+from libra_cli.core.notices import BoundChosen, Result
 from libra_cli.core.observation import STARVED, Observation
 from libra_cli.core.planning.triggers import ReplanTriggers
 from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
 from libra_cli.core.reconcile.reconciler import Reconciler
 from libra_cli.core.reconcile.shape_orders import reshaped_plan
 from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
+from libra_cli.core.token_worth import settling
 from libra_cli.core.types import Bucket, Plan, Pool, Prediction, Role, Seconds, Slot, SlotId
 
 WINDOW = STEPS
@@ -62,8 +63,9 @@ class PlanController:
         #: Whether all slots were where the plan has them when the last step ended.
         self._arrived = True
         self._ended_at: Seconds | None = None
-        overlap = 1.0 + recipe.training.max_staleness
-        self._triggers = ReplanTriggers(recipe.planner.plan_interval, overlap)
+        #: The staleness bound under which groups are opened.
+        self.bound = recipe.training.max_staleness
+        self._triggers = ReplanTriggers(recipe.planner.plan_interval, 1.0 + self.bound)
         #: Mean lengths of the last two steps.
         self._lengths: deque[float] = deque(maxlen=2)
         #: Why a planner is to be asked at the end of this event, and who ordered it.
@@ -102,6 +104,20 @@ class PlanController:
         """A run goes on whose newest plan had this number."""
         self._number = last + 1
         self._row = replace(self._row, plan=self._number)
+
+    def go_on(self, decisions: Sequence[DecisionRecord]) -> list[Result]:
+        """Keep the staleness bound that a run had which goes on, if it is still to be chosen."""
+        chosen = [row.bound for row in decisions if row.bound is not None]
+        allowed = self._recipe.training.bounds
+        return self._open_under(chosen[-1]) if chosen and chosen[-1] in allowed else []
+
+    def _open_under(self, bound: int) -> list[Result]:
+        """Open groups under this staleness bound from now on; those under way keep theirs."""
+        if bound == self.bound:
+            return []
+        self._triggers.overlaps(1.0 + bound, after=settling(self.bound, bound))
+        self.bound = bound
+        return [BoundChosen(bound)]
 
     def begin(self, explanation: Explanation | None, *, step: int, now: Seconds) -> list[Result]:
         """Return the first plan's row, and the decision for it if a planner has made it."""
@@ -162,6 +178,8 @@ class PlanController:
             return []
         (why, order), self._due = self._due, None
         seen = observe()
+        if seen is not None and not order and not self._may_move:
+            seen = replace(seen, pins=self._as_they_are)
         if seen is None:
             text = "no move: no trajectory has finished yet, so the work is not known"
             return self._answer(order, accepted=True, text=text)
@@ -176,6 +194,17 @@ class PlanController:
 
     @property
     def _may_look(self) -> bool:
+        return self._may_move or self._recipe.training.staleness.is_chosen
+
+    @property
+    def _as_they_are(self) -> tuple[tuple[SlotId, Role], ...]:
+        """Every slot that does something, pinned to that."""
+        plan = self._reconciler.plan(())
+        roles = ((slot.id, _role(plan, slot.id)) for slot in self.slots)
+        return tuple((slot, role) for slot, role in roles if role is not Role.IDLE)
+
+    @property
+    def _may_move(self) -> bool:
         free = any(slot.pool is Pool.HYBRID or slot.is_joined for slot in self.slots)
         recipe = self._recipe
         fixed = recipe.planner.kind == "fixed" or not recipe.training.shares_steps
@@ -195,6 +224,7 @@ class PlanController:
             told = self._decided(event, None, text, now)
             return told + self._answer(event.order, accepted=accepted, text=text)
         told = self._decided(event, self._number + 1, "", now, event.explanation)
+        told += self._bounded(event)
         cause = "order" if event.order else "planner"
         actions = self._adopt(event.plan, event.slots, cause, event.prediction, now)
         return told + actions + self._answer(event.order, accepted=True, text=_words(event.plan))
@@ -221,7 +251,13 @@ class PlanController:
     def kept(self, event: PlanKept, *, now: Seconds) -> list[Result]:
         """The planner has looked, and today's plan stays."""
         told = self._decided(event, None, event.why_not, now, event.explanation)
+        told += self._bounded(event)
         return told + self._answer(event.order, accepted=True, text=f"no move: {event.why_not}")
+
+    def _bounded(self, event: PlanChosen | PlanKept) -> list[Result]:
+        """Have the staleness bound that came with a decision that is carried out."""
+        choice = event.explanation.bound if event.explanation else None
+        return self._open_under(choice.chosen.bound) if choice else []
 
     def _decided(
         self,
@@ -239,8 +275,10 @@ class PlanController:
         told = self._close()
         self._awaiting = False
         found = event.recalibration or Recalibration()
-        if plan is not None:
+        choice = explanation.bound if explanation else None
+        if plan is not None or (choice and choice.changes):
             self.recalibration = found
+        bound = choice.chosen.bound if choice else self.bound
         why, step = self._asked
         row = DecisionRecord(
             at=now,
@@ -251,6 +289,7 @@ class PlanController:
             rollout_factor=found.rollout,
             training_factor=found.training,
             explanation_json=explanation.to_json() if explanation else "{}",
+            bound=bound if self._recipe.training.staleness.is_chosen else None,
         )
         self._decision = row if explanation else None
         return [*told, Save(row)]

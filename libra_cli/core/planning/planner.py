@@ -20,6 +20,7 @@ back. Limit: predictions; a drift faster than the window of trajectories is seen
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import fmean
@@ -27,6 +28,7 @@ from typing import Protocol, TypeAlias
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.actions import Propose
+from libra_cli.core.bound_choice import PricedBound
 from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.events import PlanChosen, PlanKept
 from libra_cli.core.evidence import CostEvidence, Recalibration
@@ -40,6 +42,7 @@ from libra_cli.core.explanation import (
 )
 from libra_cli.core.observation import Observation, mean_step
 from libra_cli.core.planning.admission import Admission, expected_change, horizon
+from libra_cli.core.planning.bounds import chosen_bound, priced_bound, under
 from libra_cli.core.planning.recalibration import RecalibratedSearch, recalibrated
 from libra_cli.core.planning.search import (
     Layout,
@@ -48,6 +51,8 @@ from libra_cli.core.planning.search import (
     Times,
     least_regret,
 )
+from libra_cli.core.rollout.staleness import unnamed
+from libra_cli.core.token_worth import BoundEvidence
 from libra_cli.core.types import Plan, Prediction, Seconds, Slot, SlotId
 from libra_cli.core.workload import Workload
 
@@ -132,6 +137,20 @@ class Decision:
     why_not: str
     found: RecalibratedSearch
     explanation: Explanation | None = None
+    bounds: tuple[PricedBound, ...] = ()
+    """The staleness bounds that could be chosen, ascending; none where the recipe fixes it."""
+
+    @property
+    def layout(self) -> str:
+        """The placement that there is to be, or to stay, in words; empty if nobody explains it."""
+        return self.explanation.chosen.layout if self.explanation else ""
+
+    @property
+    def seconds(self) -> Seconds:
+        """Predicted seconds of a step from here on, with the moves shared by the horizon."""
+        if self.plan is None:
+            return self.before.step_s
+        return self.after.step_s + self.cost_s / max(1.0, self.horizon)
 
     @property
     def payback_steps(self) -> float | None:
@@ -173,13 +192,43 @@ class Planner:
     """Whether it chooses what a run begins with: the plan with the least regret, at any gain."""
 
     def decide(self, now: Observation) -> Decision:
-        """Choose a placement and judge it.
+        """Choose a placement and judge it; where the staleness bound is to be chosen, with it.
 
         Raises:
             NothingFits: no placement of the space can run; says which constraint fails first.
             ProfileError: a shape of today's plan has no costs.
             LibraError: there is too little evidence for the costs.
         """
+        decision = self._decide(now)
+        return decision if now.staleness is None else self._with_bound(now, now.staleness, decision)
+
+    def _with_bound(self, now: Observation, known: BoundEvidence, today: Decision) -> Decision:
+        """Return the decision under the best staleness bound; ``today`` is that under the present.
+
+        What measured steps say of prices is said under the present bound, and holds for all.
+        """
+        decisions = {known.bound: today}
+        corrected = replace(self, costs=lambda plan, evidence: today.found.profile)
+        for bound in known.bounds:
+            if bound != known.bound:
+                work = under(unnamed(bound), now.workload)
+                then = replace(now, workload=work, measured=(), recalibration=None, staleness=None)
+                with suppress(NothingFits):
+                    decisions[bound] = corrected._decide(then)
+        priced = {
+            bound: priced_bound(known, bound, one.layout, one.seconds)
+            for bound, one in sorted(decisions.items())
+        }
+        choice = chosen_bound(known, priced, self.admission.min_gain)
+        decision = decisions[choice.chosen.bound]
+        explanation = decision.explanation and replace(decision.explanation, bound=choice)
+        found = replace(decision.found, recalibration=today.recalibration)
+        return replace(
+            decision, explanation=explanation, found=found, bounds=tuple(priced.values())
+        )
+
+    def _decide(self, now: Observation) -> Decision:
+        """Choose a placement and judge it, under the staleness bound that the workload has."""
         profile = self.costs(now.plan, now.evidence)
         self.space.check(now.plan, profile)
         today = self.space.layout_of(now.plan, now.slots)

@@ -107,6 +107,14 @@ class ReplanTriggers:
         self._glanced = ended
         return f"{ended} trajectories have ended"
 
+    def overlaps(self, steps: float, *, after: int) -> None:
+        """The trajectories of another number of steps may be in flight together from now on, and a
+        rest begins ``after`` so many steps, which tell nothing yet.
+        """
+        self._cooldown = cooldown(steps)
+        self.rest()
+        self._since = -after
+
     def rest(self) -> None:
         """Begin a rest, in which no reason counts: there is a new plan, or one was looked for."""
         self._since = 0

@@ -39,7 +39,7 @@ from libra_cli.core.costs.server import guessed_cost
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.observation import Observation
 from libra_cli.core.parts import Part, Taker, takers, takers_of_one
-from libra_cli.core.records import MoveRecord, PlanRecord, Record, VersionRecord
+from libra_cli.core.records import DecisionRecord, MoveRecord, PlanRecord, Record, VersionRecord
 from libra_cli.core.rollout.groups import GroupState, new_trajectory
 from libra_cli.core.rollout.once import dropped_in
 from libra_cli.core.rollout.rows import group_record
@@ -133,6 +133,8 @@ class Machine:
         self.controller.number_on(max(plans, default=-1))
         self.reconciler.number_on(max(moves, default=0))
         evaluating.remember(self.parts, records)
+        decisions = [record for record in records if isinstance(record, DecisionRecord)]
+        self._router.route(self.controller.go_on(decisions), [], 0.0)
 
     def handle(self, event: e.Event, *, now: Seconds) -> list[a.Action]:
         """Take in one event; return what is to be done, in order.

@@ -38,7 +38,8 @@ from libra_cli.core.records import (
     TurnRecord,
     VersionRecord,
 )
-from libra_cli.core.rollout.staleness import rule_of
+from libra_cli.core.rollout.staleness import StalenessRule, rule_of
+from libra_cli.core.token_worth import WINDOW, BoundEvidence, StepWorth, settling, step_worth
 from libra_cli.core.types import Seconds, SlotId, Tokens, is_evaluation
 from libra_cli.core.workload import BatchOverhead, TrajectoryLimits, TrajectorySample, Workload
 
@@ -58,17 +59,21 @@ Member: TypeAlias = tuple[int, int, int]
 
 
 def workload_of(
-    recipe: Recipe, samples: tuple[TrajectorySample, ...], extras: BatchOverhead | None = None
+    recipe: Recipe,
+    samples: tuple[TrajectorySample, ...],
+    extras: BatchOverhead | None = None,
+    rule: StalenessRule | None = None,
 ) -> Workload:
     """The work of a recipe's step, if it is like these trajectories; extras where none were seen
-    are those that the recipe asks for."""
+    are those that the recipe asks for, and the rule the one that a run begins with."""
+    rule = rule or rule_of(recipe.training)
     return Workload(
         samples,
         recipe.trajectories_per_step,
-        overlap=1.0 + recipe.training.max_staleness,
-        late=rule_of(recipe.training).late,
+        overlap=rule.overlap,
+        late=rule.late,
         group_size=recipe.group_size,
-        holders=rule_of(recipe.training).holders(recipe.group_size),
+        holders=rule.holders(recipe.group_size),
         extras=extras or extras_of(recipe),
         limits=limits_of(recipe),
         keeps_kv=not recipe.weight_sync.clear_cache,
@@ -96,8 +101,13 @@ class RunObserver:
     """The windows, and what is made of them at a step's end."""
 
     def __init__(self, recipe: Recipe) -> None:
-        overlap = 1.0 + recipe.training.max_staleness
         self._recipe = recipe
+        self._rule = rule_of(recipe.training)
+        #: Steps until all that was begun under another bound is trained.
+        self._settling = 0
+        #: What the newest steps under this bound told of their tokens; those of several ages.
+        self._worths: deque[StepWorth] = deque(maxlen=WINDOW)
+        self._several: deque[StepWorth] = deque(maxlen=WINDOW)
         newest = max(LEAST_SAMPLES, 2 * recipe.trajectories_per_step)
         self._samples: deque[TrajectorySample] = deque(maxlen=newest)
         #: All that have finished, while the first steps' worth is in flight; None after that.
@@ -105,7 +115,7 @@ class RunObserver:
         self._in_play = InPlay()
         #: Generated tokens of the turns that have ended since the newest step.
         self._played_tokens: Tokens = 0
-        self._measured: deque[MeasuredStep] = deque(maxlen=steps_to_average(overlap))
+        self._measured: deque[MeasuredStep] = self._steps_kept()
         self._lengths: deque[float] = deque(maxlen=RECENT)
         self._extras = _Extras()
         self._ended_at: Seconds | None = None
@@ -175,7 +185,17 @@ class RunObserver:
         factor = self._conversations.tools.factor
         ended = [replace(one, tool_s=one.tool_s * factor) for one in self._first or self._samples]
         samples = completed(ended, self._conversations.alive) if self._first else tuple(ended)
-        return workload_of(self._recipe, samples, self._extras.mean)
+        return workload_of(self._recipe, samples, self._extras.mean, self._rule)
+
+    @property
+    def staleness(self) -> BoundEvidence | None:
+        """What is known of the staleness bound; None where the recipe fixes it."""
+        training = self._recipe.training
+        if not training.staleness.is_chosen:
+            return None
+        return BoundEvidence(
+            self._rule.bound, training.bounds, tuple(self._worths), tuple(self._several)
+        )
 
     @property
     def first_ended(self) -> int:
@@ -235,10 +255,32 @@ class RunObserver:
         """Seconds that a server took to pull and load the newest version."""
         return self._sync_s
 
+    def _steps_kept(self) -> deque[MeasuredStep]:
+        return deque(maxlen=steps_to_average(self._rule.overlap))
+
     def _decision(self, row: DecisionRecord) -> None:
+        if row.bound is not None and row.bound != self._rule.bound:
+            self._open_under(rule_of(self._recipe.training, row.bound))
         found = past_prediction(row.explanation, row.observed_s)
         if found is not None:
             self._predictions.append(found)
+
+    def _open_under(self, rule: StalenessRule) -> None:
+        """Groups are opened under another staleness rule from now on."""
+        self._settling = settling(self._rule.bound, rule.bound)
+        self._rule = rule
+        self._measured = self._steps_kept()
+        self._worths.clear()
+
+    def _ages(self, row: StepRecord) -> None:
+        """Take in what a step tells of its tokens by their age."""
+        told = step_worth(row.metrics)
+        if told is None:
+            return
+        if told.information:
+            self._several.append(told)
+        if not self._settling:
+            self._worths.append(told)
 
     def _trajectory(self, row: TrajectoryRecord) -> None:
         if row.ended_at is None:
@@ -260,12 +302,14 @@ class RunObserver:
         self._lengths.append(row.mean_length)
         self._training.step(row, self._extras.step(row).trained)
         self._steps += 1
-        if self._steps > self._recipe.training.max_staleness:
+        self._ages(row)
+        if self._steps > self._rule.bound:
             self._first = None
-        if self._steps <= FILLING or row.started_at < self._plan_at:
+        settling, self._settling = self._settling, max(0, self._settling - 1)
+        if settling or self._steps <= FILLING or row.started_at < self._plan_at:
             return
         # What begins together at first meets its last call in one step, as never again.
-        once_s = row.held_s if self._steps <= 1 + self._recipe.training.max_staleness else 0.0
+        once_s = row.held_s if self._steps <= self._rule.overlap else 0.0
         train_s = max(row.ended_at - row.started_at - row.compile_s, 1e-9)
         self._measured.append(
             MeasuredStep(

@@ -13,6 +13,7 @@ from libra_cli.core.actions import Action, Save
 from libra_cli.core.cluster.replica import Replica, ReplicaState, shown, slot_record
 from libra_cli.core.cluster.replica_set import ReplicaSet
 from libra_cli.core.records import SlotRecord
+from libra_cli.core.rollout.staleness import rule_of
 from libra_cli.core.run.assembly import RunParts
 from libra_cli.core.run.watch import RunWatch
 from libra_cli.core.types import Seconds, SlotId
@@ -65,6 +66,8 @@ class NoticeRouter:
                 return self._tell_of_step(notice, now)
             case n.StepTaken(row):
                 return self.watch.step_taken(row, now=now)
+            case n.BoundChosen(bound):
+                return self._open_under(bound)
             case n.VersionOut() | n.VersionsLost():
                 return self._tell_of_versions(notice)
             case n.ProcessGone() | n.ResizeRefused():
@@ -114,6 +117,10 @@ class NoticeRouter:
         train = notice.train
         shares = workers.shares(train.samples, gpus)
         return [*servers.step_begins(), replace(train, shares=shares)]
+
+    def _open_under(self, bound: int) -> list[n.Result]:
+        self.parts.ledger.rule = rule_of(self.parts.recipe.training, bound)
+        return []
 
     def _tell_of_versions(self, notice: n.VersionOut | n.VersionsLost) -> list[n.Result]:
         results: list[n.Result] = []

@@ -91,4 +91,5 @@ class RunWatch:
             steps_left=parts.recipe.run.steps - parts.training.step,
             predictions=self._observer.predictions,
             sync_s=self._observer.sync_s,
+            staleness=self._observer.staleness,
         )

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from libra_cli.core.bound_choice import PricedBound
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.records import PlannedServer
 
@@ -137,5 +138,6 @@ class RebalanceResult:
     moves: list[SlotMoveTold]
     verdict: Verdict
     explanation: Explanation | None
+    bounds: list[PricedBound]
     reasons: list[str]
     notes: list[str]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from math import isfinite, isinf
 from typing import TypeAlias
 
+from libra_cli.core.bound_choice import BoundChoice, PricedBound
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.records import DecisionRecord
 
@@ -42,6 +43,8 @@ def explanation_facts(told: Explanation) -> Iterator[Fact]:
     binds, bound = told.binds, told.binds_today.constraint
     other = "" if not told.move or bound == binds.constraint else f"; before, {bound}"
     yield "binds", f"{binds.words}{other}"
+    if told.bound is not None:
+        yield "staleness", _bound(told.bound)
     second = told.runner_up
     if second is not None:
         option = second.option
@@ -54,12 +57,33 @@ def decision_line(row: DecisionRecord) -> str:
     what a narrow terminal may cut off last."""
     told = row.explanation
     parts = [f"step {row.step}: {'stay' if row.plan is None else f'plan {row.plan}'}"]
+    choice = told.bound if told else None
+    if choice is not None and choice.changes:
+        parts.append(f"bound {choice.today.bound} to {choice.chosen.bound}")
     if told is not None:
         parts.append(f"{seconds(told.predicted.step_s)} a step predicted")
     if row.observed_s is not None:
         parts.append(f"{seconds(row.observed_s)} came")
     why = "; ".join(filter(None, (row.why_not, row.why)))
     return f"{', '.join(parts)} ({why})"
+
+
+def _bound(choice: BoundChoice) -> str:
+    """The staleness bound from here on, with what it promises, and why."""
+    today, chosen = choice.today, choice.chosen
+    text = (
+        f"bound {chosen.bound}, {seconds(chosen.step_s)} a step, a token is worth {worth(chosen)}"
+    )
+    if choice.changes:
+        before = f"{today.bound}, {seconds(today.step_s)} and {worth(today)}"
+        text += f", in place of {before}"
+    return f"{text} ({choice.why})"
+
+
+def worth(one: PricedBound) -> str:
+    """The share that a token is worth under a bound, with its interval."""
+    interval = "" if one.low == one.high else f" ({one.low:.0%} to {one.high:.0%})"
+    return f"{one.worth:.0%}{interval}"
 
 
 def _pays(told: Explanation) -> str:

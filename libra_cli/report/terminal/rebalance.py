@@ -12,7 +12,7 @@ from rich.text import Text
 
 from libra_cli.report.status.rebalance import PlanResult, RebalanceResult, SlotMoveTold
 from libra_cli.report.terminal.console import duration, fact, grid, number, slot_label, styled
-from libra_cli.report.terminal.decision import explanation_facts
+from libra_cli.report.terminal.decision import explanation_facts, seconds, worth
 from libra_cli.report.terminal.plots import Portable
 
 MOST_MOVES = 12
@@ -140,6 +140,9 @@ def _verdict(told: RebalanceResult) -> Table:
     verdict, facts = told.verdict, grid()
     for name, text in explanation_facts(told.explanation) if told.explanation else ():
         fact(facts, name, text)
+    for one in told.bounds:
+        text = f"{seconds(one.step_s)} a step, a token is worth {worth(one)}: {one.layout}"
+        fact(facts, f"bound {one.bound}", text)
     gain, payback, horizon = verdict.gain_s, verdict.payback_steps, verdict.horizon_steps
     running = told.of == "run"
     if gain is not None and told.moves:

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from libra_cli.config.age_metrics import OLDEST  # noqa: E402
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.node.losses.policy_gradient import dapo, kl_estimate  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, LossOutputs, loss_of  # noqa: E402
 from libra_cli.node.losses.ratios import (  # noqa: E402
+    age_sums,
     effective_sample_size,
     rollout_sums,
     rollout_weights,
+    worth_by_age,
 )
 from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
 
@@ -248,6 +251,25 @@ def test_weights_are_summed_and_those_of_none_counted():
     sums = shipped("dapo")(inputs).metrics
     assert float(sums["tis_mean"]) == pytest.approx(2.0 + math.exp(0.5))
     assert (int(sums["mask_fraction"]), int(sums["clip_fraction"])) == (1, 1)
+
+
+def test_tokens_are_told_by_age_with_what_they_are_worth():
+    log = math.log(1.5)
+    inputs = two_trajectories(rollout=[-1.0, -1.0 - log, -1.0, 2.0])
+    inputs = replace(inputs, staleness=torch.tensor([0, 1, 1, OLDEST + 4]))
+    sums = {name: 2 * float(one) for name, one in age_sums(inputs, TrainingSpec()).items()}
+    told = worth_by_age(sums, passes=2)
+    assert sums == {}
+    assert told == pytest.approx(
+        {
+            "staleness/age_0_tokens": 1,
+            "staleness/age_0_worth": 1,
+            "staleness/age_1_tokens": 2,
+            "staleness/age_1_worth": 2.5**2 / (2 * (1 + 1.5**2)),
+            f"staleness/age_{OLDEST}_tokens": 1,
+            f"staleness/age_{OLDEST}_worth": 0,
+        }
+    )
 
 
 @pytest.mark.parametrize(

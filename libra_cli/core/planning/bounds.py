@@ -1,0 +1,91 @@
+"""Which staleness bound to have: the one with the least seconds for what a token teaches.
+
+    the bound b with the least  step_s(b) / worth(b)
+
+``step_s`` is the planner's price of the best placement under b, ``worth`` what a token is worth
+there (``core.token_worth``). Another bound is taken if its time for what a token teaches is less by
+at least ``min_gain`` even with the worth at the lower end of its interval, as an error of ``Z``
+standard deviations has it. It is at most one notch of the recipe's bounds above the present one, so
+worth is extrapolated no further than that. The bound goes down a notch at any price where age puts
+the two policies further apart than ``core.warnings`` lets pass (``ROLLOUT_KL``, ``EFFECTIVE``), and
+does not rise to where it is expected to.
+
+Limit: as good as the prices, of which only those of the present bound are corrected by what was
+measured. A gain that does not come is kept until another bound promises more. At a bound of 0 all
+tokens are of one age, so the last that was learned of others stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import exp
+
+from libra_cli.core.bound_choice import BoundChoice, PricedBound
+from libra_cli.core.explanation import Z
+from libra_cli.core.rollout.staleness import StalenessRule
+from libra_cli.core.token_worth import BoundEvidence
+from libra_cli.core.types import Seconds
+from libra_cli.core.warnings.rules import EFFECTIVE, ROLLOUT_KL
+from libra_cli.core.workload import Workload
+
+LEAST = 3
+"""Steps that have to tell what old tokens are worth before the bound is changed. Chosen."""
+
+
+def under(rule: StalenessRule, work: Workload) -> Workload:
+    """Return the same work under another staleness rule."""
+    holders = rule.holders(work.group_size)
+    return replace(work, overlap=rule.overlap, late=rule.late, holders=holders)
+
+
+def priced_bound(evidence: BoundEvidence, bound: int, layout: str, step_s: Seconds) -> PricedBound:
+    """Return a bound of which a step takes so long, with what its tokens are worth."""
+    older, decay = evidence.older(bound), evidence.decay
+    worth, factor = evidence.worth * exp(-decay.mean * older), exp(Z * decay.error * abs(older))
+    low, high = worth / factor, worth * factor
+    return PricedBound(bound, layout, step_s, *(min(1.0, share) for share in (worth, low, high)))
+
+
+def chosen_bound(
+    evidence: BoundEvidence, priced: Mapping[int, PricedBound], min_gain: float
+) -> BoundChoice:
+    """Return which of the priced bounds to have: a candidate of the evidence, of which today's is
+    one.
+
+    ``min_gain`` is the least gain that is worth a change, as a share of the time.
+    """
+    today = priced[evidence.bound]
+    others = [
+        priced[bound] for bound in evidence.candidates if bound != today.bound and bound in priced
+    ]
+    if not others:
+        return BoundChoice(today, today, None, "no other bound can run")
+    if len(evidence.steps) < LEAST:
+        told = f"{len(evidence.steps)} of {LEAST} steps have told what old tokens are worth"
+        return BoundChoice(today, today, None, told)
+    lower = [one for one in others if one.bound < today.bound]
+    if lower and (why := _too_far(evidence, evidence.bound)):
+        return BoundChoice(today, max(lower, key=lambda one: one.bound), today, why)
+    best = min(others, key=lambda one: one.step_s / one.low)
+    gain = 1 - (best.step_s / best.low) / today.effective_s
+    why = "" if gain >= min_gain else f"at least {gain:+.1%} less time is below {min_gain:.0%}"
+    if not why and best.bound > today.bound:
+        why = _too_far(evidence, best.bound)
+    if why:
+        return BoundChoice(today, today, best, f"bound {best.bound}: {why}")
+    return BoundChoice(
+        today, best, today, f"at least {gain:.0%} less time for what a token teaches"
+    )
+
+
+def _too_far(evidence: BoundEvidence, bound: int) -> str:
+    """Say how far age puts the two policies apart under a bound, if that is too far; empty: it is
+    not.
+    """
+    kl, worth = evidence.aged_kl(bound), evidence.worth_of_age(bound)
+    if kl > ROLLOUT_KL:
+        return f"age makes {kl:.2g} nats a token of rollout_kl, over {ROLLOUT_KL:g}"
+    if worth < EFFECTIVE:
+        return f"age leaves a token worth {worth:.0%}, below {EFFECTIVE:.0%}"
+    return ""
