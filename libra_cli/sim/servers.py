@@ -87,7 +87,7 @@ class SimServers:
             prompt=len(action.prompt_ids),
             generate=play.wanted,
             cache_key=action.kv_key,
-            shared=((who.group, play.episode.task), play.episode.prompt),
+            shared=(who.group, play.episode.prompt),
             known=play.known,
         )
         engine = self.engines[action.slot]

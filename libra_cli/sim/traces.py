@@ -159,7 +159,8 @@ class Trace:
         """Groups of ``size`` for ever: a random task, its trials in random order.
 
         A task with fewer trials is filled up with trials of random others, never with copies: a
-        copy would let a scheduler that looks at siblings see the future.
+        copy would let a scheduler that looks at siblings see the future. All have the prompt of the
+        first, for a group has one, which siblings on a server compute once.
         """
         tasks = list(self.by_task().values())
         while True:
@@ -167,7 +168,7 @@ class Trace:
             group = random.sample(chosen, min(size, len(chosen)))
             while len(group) < size:
                 group.append(random.choice(self.episodes))
-            yield tuple(group)
+            yield tuple(replace(one, prompt=group[0].prompt) for one in group)
 
 
 def load_trace(name_or_path: str | Path) -> Trace:

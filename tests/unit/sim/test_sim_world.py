@@ -17,7 +17,7 @@ from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.core.scheduling.server_queues import Request
 from libra_cli.core.types import Plan, Pool, Slot, TrajectoryId, WeightVersion
 from libra_cli.plugins.finding import find
-from libra_cli.sim.engine import FinishedRequest
+from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest
 from libra_cli.sim.servers import SimServers
 from libra_cli.sim.world import World
 from tests import sim_scene
@@ -47,6 +47,26 @@ def test_the_same_seed_gives_the_same_run() -> None:
     first, second, other = run(seed=3), run(seed=3), run(seed=4)
     assert first.recording.turns == second.recording.turns
     assert first.recording.turns != other.recording.turns
+
+
+def test_strangers_that_stand_for_siblings_have_one_prompt_and_compute_it_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each task of the trace was recorded three times, and a group has four members."""
+    asked: dict[int, set[object]] = {}
+    submit = Engine.submit
+
+    def seen(engine: Engine, request: EngineRequest, now: float) -> None:
+        assert isinstance(request.session, TrajectoryId)
+        asked.setdefault(request.session.group, set()).add(request.shared)
+        submit(engine, request, now)
+
+    monkeypatch.setattr(Engine, "submit", seen)
+    world = run()
+    for group, shared in asked.items():
+        members = [world.episode(TrajectoryId(group, member)) for member in range(4)]
+        assert len({member.task for member in members}) > 1
+        assert shared == {(group, members[0].prompt)}
 
 
 @pytest.mark.parametrize("rule", [{}, {"rule": "soft"}, {"rule": "cut"}])
