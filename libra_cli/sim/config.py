@@ -24,9 +24,10 @@ class SimConfig:
     gradients of a step travel, ``fixed_s`` what of an optimizer step only the base group has;
     ``turn_s`` what a turn spends outside engine and tool.
     Where servers share cores with the trainer, ``beside_of`` is what they cost while it works, and
-    its step takes ``training_slowdown`` times as long while any of them does. ``cache_of`` says how
-    many tokens the KV cache of a bucket's server has that has a share of its GPUs' memory.
-    ``decay`` is by how many nats the logarithm of a token's worth falls a version.
+    its step takes ``training_slowdown`` times as long while any of them does, and longer by the
+    share ``rank_slowdown`` for each rank beyond the first. ``cache_of`` says how many tokens the KV
+    cache of a bucket's server has that has a share of its GPUs' memory. ``decay`` is by how many
+    nats the logarithm of a token's worth falls a version.
     """
 
     recipe: Recipe
@@ -48,3 +49,4 @@ class SimConfig:
     training_slowdown: float = 1.0
     cache_of: Callable[[Bucket, float], Tokens] | None = None
     decay: float = 0.0
+    rank_slowdown: float = 0.0

@@ -45,6 +45,7 @@ def priced_scene(
         beside_of=partial(server_law, beside) if around.serving_slowdown > 1 else None,
         training_slowdown=around.training_slowdown,
         cache_of=partial(_cache_of, profile),
+        rank_slowdown=around.rank_slowdown,
     )
 
 

@@ -52,6 +52,7 @@ class _Step:
     own_s: Seconds
     fixed_s: Seconds
     partitions: list[_Partition]
+    crowding: float
     left: Seconds = 0.0
     rate: float = 1.0
 
@@ -59,7 +60,7 @@ class _Step:
     def seconds(self) -> Seconds:
         """Seconds until the slowest part is done, at full speed."""
         working = [part.seconds for part in self.partitions if not part.lost]
-        return self.fixed_s + max([self.own_s, *working])
+        return self.fixed_s + self.crowding * max([self.own_s, *working])
 
 
 @dataclass(slots=True)
@@ -68,7 +69,8 @@ class SimTrainer:
     time.
 
     ``slowdown`` is how many times as long a step takes while a server has work; ``gradient_s`` how
-    long a worker's gradients travel, ``fixed_s`` what a step costs whatever is in it. A token is
+    long a worker's gradients travel, ``fixed_s`` what a step costs whatever is in it, and
+    ``rank_slowdown`` by which share of it each rank beyond the first slows the others. A token is
     worth exp(-``decay``) times as much with each version that it is behind.
     """
 
@@ -81,6 +83,7 @@ class SimTrainer:
     fixed_s: Seconds = 0.0
     resize_s: Seconds = 0.0
     decay: float = 0.0
+    rank_slowdown: float = 0.0
     base: tuple[SlotId, ...] = ()
     #: When each step began and ended.
     trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
@@ -137,7 +140,8 @@ class SimTrainer:
         ]
         now = self.clock()
         own_s = self._seconds(own, self.base)
-        self._step = step = _Step(action, now, now, own, own_s, self.fixed_s, partitions)
+        crowding = 1 + self.rank_slowdown * (self._ranks(partitions) - 1)
+        self._step = step = _Step(action, now, now, own, own_s, self.fixed_s, partitions, crowding)
         step.left = step.seconds
         self._schedule(step)
 
@@ -220,6 +224,10 @@ class SimTrainer:
         if not samples:
             return 0.0
         return max(0.0, self.step_s(samples, self._gpus(slots)) - self.fixed_s)
+
+    def _ranks(self, partitions: Sequence[_Partition]) -> int:
+        """Ranks of a step, of the base group and of workers that compute a part."""
+        return self._gpus([*self.base, *(part.given.slot for part in partitions if part.samples)])
 
     def _gpus(self, slots: Sequence[SlotId]) -> int:
         return sum(self.slots[slot].num_devices for slot in slots)

@@ -121,6 +121,7 @@ class World:
             scene.fixed_s,
             scene.resize_s,
             scene.decay,
+            scene.rank_slowdown,
             trained=self.recording.trained,
         )
         self._owners = self._owned(plans if planner is None else partial(answer, planner))

@@ -473,6 +473,15 @@ class MoveCost:
         """Seconds until GPUs that come from training have a server of this shape."""
         return min(self.to_rollout_s, self.start(tensor_parallel))
 
+    def scaled(self, factor: float) -> MoveCost:
+        """Return the same moves with every second ``factor`` times as long."""
+        return MoveCost(
+            self.to_training_s * factor,
+            self.to_rollout_s * factor,
+            self.resize_s * factor,
+            {degree: seconds * factor for degree, seconds in self.start_s.items()},
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Contention:
@@ -482,7 +491,8 @@ class Contention:
     ``sync_s``: from a published version to a server that has proved it. ``stall_s``: how long of
     that the server's engine stands still. ``turn_s``: what a turn spends outside the engine. Where
     servers and the trainer share cores, a step of either takes ``serving_slowdown`` or
-    ``training_slowdown`` times as long while the other works.
+    ``training_slowdown`` times as long while the other works, and each rank of the trainer beyond
+    the first slows all of them by the share ``rank_slowdown``.
     """
 
     sync_s: Seconds = 1.0
@@ -490,6 +500,7 @@ class Contention:
     turn_s: Seconds = 0.0
     serving_slowdown: float = 1.0
     training_slowdown: float = 1.0
+    rank_slowdown: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
