@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -105,15 +106,39 @@ def some_groups(seed: int = 3) -> Iterator[tuple[RecordedEpisode, ...]]:
         group += 1
 
 
+def drifting_groups(early: int, seed: int = 3) -> Iterator[tuple[RecordedEpisode, ...]]:
+    """Groups for ever, the ``early`` first ones of long conversations, and then of long prompts."""
+    random = Random(seed)
+    for group in count():
+        turns, prompt = (10, 25) if group < early else (2, 300)
+        yield tuple(
+            RecordedEpisode(
+                str(group),
+                prompt,
+                tuple(
+                    Turn(random.randint(8, 16), 4, "get", ToolOutcome.OK, 1e-4)
+                    for _ in range(random.randint(turns - 1, turns + 1))
+                ),
+                float(random.random() < 0.5),
+            )
+            for _ in range(4)
+        )
+
+
 def write(
-    run_dir: Path, of: Recipe, *, profile: Profile = PROFILE, train: tuple[SlotId, ...] = ()
+    run_dir: Path,
+    of: Recipe,
+    *,
+    profile: Profile = PROFILE,
+    train: tuple[SlotId, ...] = (),
+    groups: Iterator[tuple[RecordedEpisode, ...]] | None = None,
 ) -> Path:
     """Simulate a run in which the slots of ``train`` train from start to end, and keep it."""
     slots = slots_of(of)
     plan = plan_with(of, slots, frozenset(train or (slots[-1].id,)), "as the test says")
     fixed = of.model_copy(update={"planner": of.planner.model_copy(update={"kind": "fixed"})})
     scene = priced_scene(profile, guess_of=guessed_cost)(recipe=fixed, plan=plan, slots=slots)
-    world = World(scene, find(POLICIES, "libra")(), some_groups())
+    world = World(scene, find(POLICIES, "libra")(), groups or some_groups())
     with Journal(run_dir) as journal:
         world.recording = _Kept(journal)
         world.run()

@@ -704,13 +704,14 @@ class RegretRecord:
     regret: float | None = None
     """1 - seconds under that plan / seconds as it was, both simulated; None if it is not known."""
     ci95: float | None = None
-    """Half of the 95 % interval of ``regret``; None of a single simulation."""
+    """Half of the 95 % interval of ``regret``, with the simulator's own error; None of a single
+    simulation by an older libra."""
     plan: str = ""
     """The best plan, as ``rollout=2, train=1``."""
     plans: int = 0
     """Plans that stay which were simulated."""
     steps: int = 0
-    """The run's last steps that were simulated."""
+    """Steps that were simulated, evenly over the run; by an older libra its last ones."""
     seeds: int = 0
     """Resamplings of its groups that were simulated, the run's own order among them."""
     error: float | None = None

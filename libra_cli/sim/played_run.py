@@ -38,6 +38,11 @@ NEAR_STEPS = 2
 _SEVERITY = [ToolOutcome.OK, ToolOutcome.ERROR, ToolOutcome.TIMEOUT]
 
 
+def chosen(steps: Sequence[StepRecord], every: int) -> Sequence[StepRecord]:
+    """Every ``every``-th of the steps of a run, evenly over all of it."""
+    return steps[every // 2 :: every]
+
+
 @dataclass(frozen=True, slots=True)
 class AdoptedPlan:
     """A plan of a run, the slots that it knew, and after how many steps it was adopted."""
@@ -53,7 +58,8 @@ class PlayedRun:
 
     ``steps`` are in order and without gaps; ``plans`` begin with the one that was in force before
     the first of them. ``began_anew`` are the times (seconds since the epoch) at which it was
-    resumed: steps around them say nothing of its pace.
+    resumed: steps around them say nothing of its pace. Trajectories and turns are those of every
+    ``every``-th step: a simulated step then stands for as many real ones.
     """
 
     name: str
@@ -63,6 +69,12 @@ class PlayedRun:
     turns: tuple[TurnRecord, ...]
     plans: tuple[AdoptedPlan, ...]
     began_anew: tuple[float, ...] = ()
+    every: int = 1
+
+    @property
+    def played_steps(self) -> int:
+        """The number of steps whose groups are here."""
+        return len(chosen(self.steps, self.every))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +88,16 @@ class Pace:
     tokens: Tokens
 
     @classmethod
-    def of(cls, steps: Sequence[StepRecord], interrupted: Sequence[float] = ()) -> Pace:
-        """The pace of these steps, which are in order."""
+    def of(
+        cls, steps: Sequence[StepRecord], interrupted: Sequence[float] = (), every: int = 1
+    ) -> Pace:
+        """The pace of these steps, which are in order; of the ``chosen`` ones of them alone."""
+        counted = {step.step for step in chosen(steps, every)[1:]}
         pairs = [
             (before, after)
             for before, after in pairwise(steps)
-            if not any(before.ended_at <= at < after.ended_at for at in interrupted)
+            if after.step in counted
+            and not any(before.ended_at <= at < after.ended_at for at in interrupted)
         ]
         return cls(
             tuple(after.ended_at - before.ended_at for before, after in pairs),
@@ -136,7 +152,7 @@ class PlayedGroups:
     def __init__(self, run: PlayedRun) -> None:
         recipe = run.recipe
         self._size = recipe.group_size + recipe.rollout.oversample
-        self._near = max(1, NEAR_STEPS * recipe.training.groups_per_step)
+        self._near = max(1, NEAR_STEPS * recipe.training.groups_per_step // run.every)
         self._max_len = recipe.model.max_len
         begun = _episodes(run)
         whole = {who: one for who, (one, ended) in begun.items() if ended}

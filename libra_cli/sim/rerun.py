@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import sqrt
+from statistics import fmean
 
 from libra_cli.config.recipe import PlannerSpec, Recipe
 from libra_cli.core import actions as a
@@ -23,6 +26,12 @@ from libra_cli.sim.played_run import AdoptedPlan, Pace, turn_seconds
 from libra_cli.sim.priced_scene import priced_scene
 from libra_cli.sim.traces import RecordedEpisode
 from libra_cli.sim.world import World
+
+PART_STEPS = 5
+"""Steps of a part of a run whose error is looked at: a single step ends early or late by chance.
+Chosen."""
+MOST_PARTS = 8
+"""Parts of a run; chosen, so that each is as long as what two plans may differ in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +114,27 @@ def _recipe(given: RunConditions) -> Recipe:
 def error_of(simulated: Pace, measured: Pace) -> float:
     """The relative error of the seconds of the run: +0.05 is simulated 5 % too slow."""
     return simulated.step_s / measured.step_s - 1
+
+
+def part_error_of(simulated: Pace, measured: Pace) -> float:
+    """The root mean square of the relative errors of consecutive parts of the run (``parts_of``),
+    by their measured seconds."""
+    number = number_of_parts(simulated)
+    pairs = zip(parts_of(simulated, number), parts_of(measured, number), strict=True)
+    errors = [(real, mine / real - 1) for mine, real in pairs if real > 0]
+    return sqrt(sum(real * error**2 for real, error in errors) / sum(real for real, _ in errors))
+
+
+def number_of_parts(pace: Pace) -> int:
+    """How many parts of ``PART_STEPS`` steps or more there are, ``MOST_PARTS`` at most."""
+    return max(1, min(MOST_PARTS, len(pace.steps_s) // PART_STEPS))
+
+
+def parts_of(pace: Pace, number: int) -> list[Seconds]:
+    """Mean seconds a step of so many consecutive parts."""
+    many = len(pace.steps_s)
+    edges = [part * many // number for part in range(number + 1)]
+    return [fmean(pace.steps_s[begin:end]) for begin, end in pairwise(edges)]
 
 
 def step_error_of(simulated: Pace, measured: Pace) -> float:

@@ -1,12 +1,15 @@
 """The regret certificate: what a run lost to the best plan that stays, in hindsight.
 
 The run is simulated as it was and under plans that stay, on its own trajectories and prices, seed
-by seed with the same groups. It is told when the run ends, within ``BUDGET_S``: of a long run the
-last steps, of many plans those that the prices say are best, and as many seeds as there is time
-for.
+by seed with the same groups: all of it, since what drifts makes plans differ. It is told when the
+run ends, within ``BUDGET_S``: of a long run every second or third step or fewer is simulated, of
+many plans those that the prices say are best, and as many seeds as there is time for.
 
-Limit: as good as the simulation is, whose error is told beside it; of plans that were not simulated
-it knows nothing.
+The interval holds the simulator's own error too (``trials.Saving``), and a difference that is
+smaller is none.
+
+Limit: of plans that were not simulated it knows nothing; a step that stands for several is followed
+by another than it was.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import ceil
 from pathlib import Path
 from typing import TypeAlias
 
 from libra_cli.app.what_if.plans import staying_plans, words_of
 from libra_cli.app.what_if.reading import WhatIfError, known_of
-from libra_cli.app.what_if.trials import SEEDS, Trials, saved
+from libra_cli.app.what_if.trials import SEEDS, Trials
 from libra_cli.config.errors import LibraError
 from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.records import RegretRecord
@@ -33,17 +36,32 @@ from libra_cli.sim.rerun import Rerun, error_of
 
 LEAST_STEPS = 10
 """Steps of a run of which there is a certificate."""
-MOST_TURNS = 3_000
-"""Turns that are simulated at most."""
 MOST_PLANS = 4
 """Plans that stay of a run which are simulated, by prices the best of all."""
-BUDGET_S: Seconds = 8.0
-"""Seconds after which no further simulation begins. On an idle core one of ``MOST_TURNS`` takes
-0.5 s."""
+BUDGET_S, MOST_WAIT = 8.0, 3.0
+"""Seconds of work after which no further simulation begins; and how many times as long that may
+take where other work has the cores."""
+TURN_S, FEW_PLANS = 2.5e-4, 2
+"""Seconds that a simulated turn takes, and plans, until it is known: 1.6e-4 s on an idle core."""
 AGAINST = "static"
 ONE_PLAN = "the recipe allows one plan alone: its pools fix what every slot does"
 ALIKE = 0.005
 """Shares that are told as 0 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Seconds of this thread's work that are left of ``work_s``."""
+
+    work_s: Seconds
+    worked_s: Seconds = field(default_factory=time.thread_time)
+    began: Seconds = field(default_factory=time.monotonic)
+
+    @property
+    def left_s(self) -> Seconds:
+        """Seconds left, none after ``MOST_WAIT`` times as many have passed."""
+        waited = self.began + MOST_WAIT * self.work_s < time.monotonic()
+        return 0.0 if waited else self.worked_s + self.work_s - time.thread_time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +105,7 @@ def certificate(run_dir: Path) -> Found:
         WhatIfError: the run is too short.
         LibraError: there is none, and why.
     """
-    until = time.monotonic() + BUDGET_S
+    budget = Budget(BUDGET_S)
     with Reader(run_dir) as reader:
         taken = reader.run().step
         if taken < LEAST_STEPS:
@@ -95,12 +113,30 @@ def certificate(run_dir: Path) -> Found:
         # Before all its turns are read: most recipes on CPUs leave no choice.
         if not any(slot.pool is Pool.HYBRID for slot in slots_of(recipe_of(run_dir))):
             raise WhatIfError(ONE_PLAN)
-        known = known_of(reader, most_turns=MOST_TURNS)
-    return regret_of(Trials(known), until)
+        trials = _that_fit(reader, budget)
+    return regret_of(trials, budget)
 
 
-def regret_of(trials: Trials, until: Seconds = inf) -> Found:
-    """The certificate by these trials, and what it is from; ``until`` is by the monotonic clock.
+def _that_fit(reader: Reader, budget: Budget) -> Trials:
+    """Trials of so many of the run's steps that there is time for one seed under every plan."""
+    most = max(1, reader.run().step // LEAST_STEPS)
+    wanted = reader.turn_count() * TURN_S * (2 + FEW_PLANS) / budget.work_s
+    while True:
+        every = max(1, ceil(min(most, wanted)))
+        trials = Trials(known_of(reader, every=every))
+        others, before_s = len(_rivals(trials)), budget.left_s
+        if before_s <= 0:
+            return trials
+        _ = trials.correction  # which tells how long a simulation takes, and is kept
+        left_s = budget.left_s
+        took_s = before_s - left_s
+        if took_s * (1 + others) <= left_s or every == most or left_s <= 0:
+            return trials
+        wanted = max(every + 1, every * took_s * (2 + others) / left_s)
+
+
+def regret_of(trials: Trials, budget: Budget | None = None) -> Found:
+    """The certificate by these trials, and what it is from; without a ``budget`` it takes its time.
 
     Raises:
         WhatIfError: the recipe allows no other plan, or there was too little time.
@@ -110,7 +146,7 @@ def regret_of(trials: Trials, until: Seconds = inf) -> Found:
     known = trials.known
     rivals = _rivals(trials)
     seeds = 0
-    while seeds < SEEDS and _play(trials, rivals, seeds, until):
+    while seeds < SEEDS and _play(trials, rivals, seeds, budget):
         seeds += 1
     if not seeds:
         raise WhatIfError(
@@ -118,7 +154,8 @@ def regret_of(trials: Trials, until: Seconds = inf) -> Found:
             hint=f"libra bench run {known.run_dir} takes its time",
         )
     best = min(rivals, key=lambda rival: sum(one.pace.step_s for one in rival.played))
-    regret = saved([trials.was(seed) for seed in range(seeds)], best.played)
+    given = replace(trials.as_it_was, plans=(best.plan,))
+    regret = trials.saved(given, best.played, thorough=budget is None)
     row = RegretRecord(
         against=AGAINST,
         at=time.time(),
@@ -127,21 +164,20 @@ def regret_of(trials: Trials, until: Seconds = inf) -> Found:
         ci95=regret.half,
         plan=best.words,
         plans=len(rivals),
-        steps=len(known.run.steps),
+        steps=known.run.played_steps,
         seeds=seeds,
         error=error_of(trials.was(0).pace, trials.measured),
         seconds=time.monotonic() - began,
     )
-    is_whole = known.run.steps[0].step == 1
-    who = "this run" if is_whole else f"in its last {row.steps} steps this run"
-    return replace(row, text=_sentence(row, who)), rivals
+    part = "" if known.run.every == 1 else f"{row.steps} of its {len(known.run.steps)} steps, "
+    return replace(row, text=_sentence(row, part)), rivals
 
 
-def _play(trials: Trials, rivals: Sequence[Rival], seed: int, until: Seconds) -> bool:
+def _play(trials: Trials, rivals: Sequence[Rival], seed: int, budget: Budget | None) -> bool:
     """Simulate the run as it was and under each plan; False where there is no time for all."""
     found = []
     for one in (None, *rivals):
-        if time.monotonic() > until:
+        if budget is not None and budget.left_s <= 0:
             return False
         played = trials.play(replace(trials.as_it_was, plans=(one.plan,)), seed) if one else None
         found.append(played or trials.was(seed))
@@ -160,17 +196,19 @@ def _rivals(trials: Trials) -> list[Rival]:
     return [Rival(words_of(one.plan, one.slots), one) for one in plans]
 
 
-def _sentence(row: RegretRecord, who: str) -> str:
-    """The certificate in words; ``who`` is the run, or the part of it that was simulated."""
-    lost, error = row.regret or 0.0, row.error or 0.0
-    spread = "" if row.ci95 is None else f" ± {100 * row.ci95:.0f}"
-    basis = f"simulated, {100 * abs(error):.0f} % too {'slow' if error > 0 else 'fast'} as it was"
-    if abs(lost) < ALIKE and (row.ci95 or 0.0) < ALIKE:
-        which = f"the best of {row.plans} plans that stay, in hindsight ({row.plan})"
-        return f"no plan that stays would have been faster: {who} had {which}; {basis}"
-    how = "lost" if lost >= 0 else "gained"
-    over = "to" if lost >= 0 else "over"
-    return (
-        f"{who} {how} {100 * abs(lost):.0f} %{spread} {over} the best plan that stays, in "
-        f"hindsight ({row.plan}); {basis}"
+def _sentence(row: RegretRecord, part: str) -> str:
+    """The certificate in words; ``part`` is what was simulated of the run."""
+    lost, half, error = row.regret or 0.0, row.ci95 or 0.0, row.error or 0.0
+    basis = (
+        f"simulated, {part}{100 * abs(error):.0f} % too {'slow' if error > 0 else 'fast'} as it was"
     )
+    if abs(lost) < ALIKE and half < ALIKE:
+        which = f"the best of {row.plans} plans that stay, in hindsight ({row.plan})"
+        return f"no plan that stays would have been faster: this run had {which}; {basis}"
+    share = f"{100 * abs(lost):.0f} % ± {100 * half:.0f}"
+    best = f"the best plan that stays, in hindsight ({row.plan})"
+    if abs(lost) < half:
+        apart = f"{share} {'faster' if lost >= 0 else 'slower'}, which may be none"
+        return f"no difference seen between this run and {best}: that one {apart}; {basis}"
+    how, over = ("lost", "to") if lost >= 0 else ("gained", "over")
+    return f"this run {how} {share} {over} {best}; {basis}"

@@ -15,7 +15,7 @@ from libra_cli.app.idle_servers import PlannedRun
 from libra_cli.app.what_if.certificate import or_reason, regret_of
 from libra_cli.app.what_if.plans import sized, staying_plans, words_of
 from libra_cli.app.what_if.reading import WhatIfError, known_of
-from libra_cli.app.what_if.trials import SEEDS, Trials, saved
+from libra_cli.app.what_if.trials import SEEDS, Trials
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.records import RegretRecord
@@ -76,12 +76,12 @@ def what_if(run_dir: Path, changes: Changes, progress: Callable[[str], None]) ->
     rows = [_measured(trials), _row("simulated", trials.as_it_was, before)]
     for name, given in others.items():
         after = _each_seed(name, partial(trials.play, given), progress)
-        rows.append(_changed_row(name, given, before, after))
+        rows.append(_changed_row(trials, name, given, after))
     progress("plans that stay")
     regret, rivals = or_reason(lambda: regret_of(trials))
     for rival in rivals:
         given = replace(trials.as_it_was, plans=(rival.plan,))
-        rows.append(_changed_row("a plan that stays", given, before, rival.played))
+        rows.append(_changed_row(trials, "a plan that stays", given, rival.played))
     return _result(trials, rows, regret)
 
 
@@ -154,7 +154,7 @@ def _on_gpu(trials: Trials, gpu: str) -> Profile:
             f"no prices of {known.profile.model} on {gpu} come with libra; there are: {names}",
             hint="libra bench --calibrate RECIPE measures them, on a host with that GPU",
         )
-    priced = known.priced(shipped)
+    priced = known.priced(replace(shipped, surroundings=known.profile.surroundings))
     return priced if known.origin == OWN_PRICES else priced.recalibrated(trials.correction)
 
 
@@ -224,9 +224,9 @@ def _row(name: str, given: RunConditions, played: Sequence[Rerun]) -> WhatIfRow:
 
 
 def _changed_row(
-    name: str, given: RunConditions, before: Sequence[Rerun], after: Sequence[Rerun]
+    trials: Trials, name: str, given: RunConditions, after: Sequence[Rerun]
 ) -> WhatIfRow:
-    less = saved(before, after)
+    less = trials.saved(given, after)
     return replace(_row(name, given, after), change=-less.mean, change_ci=less.half)
 
 

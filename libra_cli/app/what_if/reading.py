@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, linear_regression
+from statistics import fmean
 
-from libra_cli.app.costs import costs_of_run, recipe_planner
+from libra_cli.app.costs import OWN_PRICES, costs_of_run, recipe_planner
 from libra_cli.app.rebalance.observation import gpu_names, observation_of_run
+from libra_cli.app.what_if.hindsight import hindsight
 from libra_cli.config.errors import LibraError
 from libra_cli.core.costs.profile import Contention, Profile
 from libra_cli.core.observation import Observation
@@ -27,7 +27,7 @@ from libra_cli.core.types import Plan, Seconds, Slot
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import slots_of_plan
 from libra_cli.runtime.store.run_directory import recipe_of
-from libra_cli.sim.played_run import AdoptedPlan, PlayedRun
+from libra_cli.sim.played_run import AdoptedPlan, PlayedRun, chosen
 
 LEAST_STEPS = 4
 """Steps of a run that say anything about the time of a step."""
@@ -45,13 +45,15 @@ class WhatIfError(LibraError):
 class Known:
     """A run as it is played again: what it played, its prices, and what its planner saw last.
 
-    ``source`` is where its planner takes prices from, and ``origin`` says so; ``idle_rollout`` and
-    ``moves`` were measured.
+    ``source`` is where its planner takes prices from, and ``origin`` says so; ``extremes`` are the
+    prices between which the run cannot tell (``costs.hindsight``), none where they are given;
+    ``idle_rollout`` and ``moves`` were measured.
     """
 
     run_dir: Path
     run: PlayedRun
     profile: Profile
+    extremes: tuple[Profile, ...]
     source: CostSource
     origin: str
     observation: Observation
@@ -61,35 +63,36 @@ class Known:
     notes: tuple[str, ...]
 
     def priced(self, profile: Profile) -> Profile:
-        """Other prices, as the run's recipe trains and with the delays that the run showed."""
+        """Return these prices as the recipe of the run trains."""
         planner = recipe_planner(self.run.recipe, lambda plan, evidence: profile, elastic=False)
         seen = self.observation
         found = planner.costs(seen.plan, seen.evidence)
-        return replace(found, surroundings=self.profile.surroundings)
+        return replace(found, surroundings=profile.surroundings)
 
 
-def known_of(reader: Reader, *, most_turns: int | None = None) -> Known:
-    """Read a run; of one with more than ``most_turns`` turns, its last steps.
+def known_of(reader: Reader, *, every: int = 1) -> Known:
+    """Read a run, of whose steps every ``every``-th is to be played again.
 
     Raises:
         LibraError: it cannot be played again; says why, and what can be done.
     """
-    run = played_run(reader, most_turns=most_turns)
+    run = played_run(reader, every=every)
     recipe = run.recipe
     observation = observation_of_run(reader, recipe, live=False)
     choice = costs_of_run(recipe, gpu_names(reader, recipe))
     profile = choice.source(observation.plan, observation.evidence)
-    servers = {
-        degree: law
-        for plan in (*(one.plan for one in run.plans), observation.plan)
-        for degree, law in choice.source(plan, observation.evidence).servers.items()
-    }
-    shared = not any(node.gpus for node in recipe.nodes)
-    around = surroundings_of(run.turns, reader.syncs(), run.steps if shared else ())
+    profile = replace(profile, surroundings=surroundings_of(run.turns, reader.syncs()))
+    extremes: tuple[Profile, ...] = ()
+    if choice.origin == OWN_PRICES:
+        plans = [*(one.plan for one in run.plans), observation.plan]
+        shared = not any(node.gpus for node in recipe.nodes)
+        profile, *others = hindsight(reader, profile, plans, shared=shared)
+        extremes = tuple(others)
     known = Known(
         run_dir=reader.run_dir,
         run=run,
-        profile=replace(profile, servers=servers, surroundings=around),
+        profile=profile,
+        extremes=extremes,
         source=choice.source,
         origin=choice.origin,
         observation=observation,
@@ -98,7 +101,11 @@ def known_of(reader: Reader, *, most_turns: int | None = None) -> Known:
         moves=sum(move.state == "done" for move in reader.moves()),
         notes=choice.notes,
     )
-    return replace(known, profile=known.priced(known.profile))
+    return replace(
+        known,
+        profile=known.priced(known.profile),
+        extremes=tuple(map(known.priced, known.extremes)),
+    )
 
 
 def _idle_rollout(slots: Sequence[SlotRecord]) -> float | None:
@@ -107,8 +114,8 @@ def _idle_rollout(slots: Sequence[SlotRecord]) -> float | None:
     return max(0.0, 1 - sum(slot.busy_s for slot in slots) / serving_s) if serving_s else None
 
 
-def played_run(reader: Reader, *, most_turns: int | None = None) -> PlayedRun:
-    """What a run played, by its database.
+def played_run(reader: Reader, *, every: int = 1) -> PlayedRun:
+    """What a run played, by its database; the groups of each ``every``-th step alone.
 
     Raises:
         WhatIfError: too little of it, or nothing that was played.
@@ -122,33 +129,39 @@ def played_run(reader: Reader, *, most_turns: int | None = None) -> PlayedRun:
             f"{name} has taken {len(steps)} steps, and a run is played again from {LEAST_STEPS} on",
             hint=again,
         )
-    first, turns = 0, reader.turn_count()
-    if most_turns is not None and turns > most_turns:
-        steps = steps[-max(LEAST_STEPS, len(steps) * most_turns // turns) :]
-        trained = reader.rows(GroupRecord, "step = ?", (steps[0].step,))
-        first = min((row.group_id for row in trained), default=0)
-    trajectories, played = reader.played_since(first)
-    groups, wanted = {row.group_id for row in played}, recipe.training.groups_per_step * len(steps)
+    taken = chosen(steps, every)
+    trajectories, played = reader.played_in(_groups(reader, taken) if every > 1 else None)
+    groups, wanted = {row.group_id for row in played}, recipe.training.groups_per_step * len(taken)
     if len(groups) < LEAST_SHARE * wanted:
         raise WhatIfError(
-            f"{name} has the turns of {len(groups)} groups, and its {len(steps)} steps trained "
+            f"{name} has the turns of {len(groups)} groups, and its {len(taken)} steps trained "
             f"{wanted}: too few to play them again",
             hint="libra bench plan --trace FILE plays trajectories of a file",
         )
-    plans = tuple(_plans(reader, lambda plan: slots_of_plan(reader, recipe, plan), steps[0].step))
+    plans = tuple(_plans(reader, lambda plan: slots_of_plan(reader, recipe, plan)))
     rows = tuple(steps), tuple(trajectories), tuple(played), plans
-    return PlayedRun(name, recipe, *rows, _resumed(reader.plans()))
+    return PlayedRun(name, recipe, *rows, _resumed(reader.plans()), every)
 
 
-def _plans(
-    reader: Reader, slots_of: Callable[[Plan], tuple[Slot, ...]], first: int
-) -> list[AdoptedPlan]:
-    """The plans in force from step ``first`` on."""
+def _groups(reader: Reader, taken: Sequence[StepRecord]) -> list[int]:
+    """The groups that these steps trained, and those without a step that began just before them."""
+    steps = {step.step for step in taken}
+    found, waiting = list[int](), list[int]()
+    for row in reader.rows(GroupRecord):
+        waiting.append(row.group_id)
+        if row.step is not None:
+            found += waiting if row.step in steps else []
+            waiting.clear()
+    return found
+
+
+def _plans(reader: Reader, slots_of: Callable[[Plan], tuple[Slot, ...]]) -> list[AdoptedPlan]:
+    """The plans of the run, the first of them in force from its beginning."""
     ended = [step.ended_at for step in reader.steps()]
     plans = []
     for row in reader.plans():
         plan, step = plan_of_record(row), sum(at <= row.at for at in ended)
-        plans.append(AdoptedPlan(max(0, step - first + 1), plan, slots_of(plan)))
+        plans.append(AdoptedPlan(step, plan, slots_of(plan)))
     last = max((at for at, one in enumerate(plans) if one.after_step == 0), default=0)
     return plans[last:]
 
@@ -158,45 +171,14 @@ def _resumed(plans: Sequence[PlanRecord]) -> tuple[float, ...]:
     return tuple(row.at for row in plans[1:] if row.cause == "start")
 
 
-def surroundings_of(
-    turns: Sequence[TurnRecord], syncs: Sequence[SyncRecord], steps: Sequence[StepRecord] = ()
-) -> Contention:
-    """What a run shows of its delays beside engines and trainer; nothing where it shows none.
-
-    ``steps`` are those of a trainer that shares cores with the servers.
-    """
+def surroundings_of(turns: Sequence[TurnRecord], syncs: Sequence[SyncRecord]) -> Contention:
+    """What a run shows of its delays beside engines and trainer; nothing where it shows none."""
     loaded = [row for row in syncs if row.verified and row.version > 0]
     return Contention(
         sync_s=_mean([max(0.0, row.verified_at - row.published_at) for row in loaded]),
         stall_s=_mean([row.load_s for row in loaded]),
         turn_s=_mean(list(_between(turns))),
-        serving_slowdown=_slowdown(turns, steps),
     )
-
-
-def _slowdown(turns: Sequence[TurnRecord], steps: Sequence[StepRecord]) -> float:
-    """How many times as long a token takes while the trainer works: by the line of seconds a token
-    over the share of a turn in which it does."""
-    begins, ends = [step.started_at for step in steps], [step.ended_at for step in steps]
-    shares, rates = [], []
-    for turn in turns:
-        seconds = turn.ended_at - turn.started_at
-        if seconds <= 0 or not steps:
-            continue
-        first = bisect_left(ends, turn.started_at)
-        last = bisect_right(begins, turn.ended_at)
-        beside_s = sum(
-            min(ends[at], turn.ended_at) - max(begins[at], turn.started_at)
-            for at in range(first, last)
-        )
-        shares.append(beside_s / seconds)
-        rates.append(seconds / (turn.generated_tokens + 1))
-    if len(set(shares)) < 2:
-        return 1.0
-    line = linear_regression(shares, rates)
-    if line.intercept <= 0:
-        return 1.0
-    return max(1.0, 1 + line.slope / line.intercept)
 
 
 def _between(turns: Sequence[TurnRecord]) -> list[Seconds]:

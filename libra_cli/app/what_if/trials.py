@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
+from math import hypot, sqrt
 from statistics import fmean, stdev
 
-from libra_cli.app.what_if.plans import in_force
+from libra_cli.app.what_if.plans import in_force, words_of
 from libra_cli.app.what_if.reading import Known
 from libra_cli.core.evidence import Recalibration
-from libra_cli.sim.played_run import Pace, PlayedGroups, PlayedRun, turn_seconds
-from libra_cli.sim.rerun import Rerun, RunConditions, rerun
+from libra_cli.sim.played_run import AdoptedPlan, Pace, PlayedGroups, PlayedRun, turn_seconds
+from libra_cli.sim.rerun import (
+    Rerun,
+    RunConditions,
+    number_of_parts,
+    part_error_of,
+    parts_of,
+    rerun,
+)
 
 SEEDS = 5
 """Resamplings of a run's groups, the first of which is the run's own order."""
@@ -19,21 +28,30 @@ Z = 1.96
 """Standard errors in half of a 95 % interval."""
 
 
+LEAST_SEEDS = 3
+"""Resamplings whose spread is told; of fewer that of a run's parts is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """A mean over resamplings, and half of its 95 % interval (None of a single one).
+    """A share of the time that is saved, and half of its 95 % interval.
 
-    The spread of resampled runs is that of other runs of the same kind, so it is not divided by
-    their number.
+    The interval has three parts, in quadrature. ``noise`` is by the trajectories: the spread of
+    resampled runs is that of other runs of the same kind, so it is not divided by their number.
+    ``error`` is by the simulator: its error in parts of the run as it was (``part_error_of``), for
+    as much of the time as the two ran under different conditions. ``prices`` is by what the run
+    does not tell of its prices: half of the difference between the extremes (``costs.hindsight``).
     """
 
     mean: float
-    half: float | None
+    noise: float
+    error: float
+    prices: float = 0.0
 
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Saving:
-        """The estimate from the values of the resamplings."""
-        return cls(fmean(values), Z * stdev(values) if len(values) > 1 else None)
+    @property
+    def half(self) -> float:
+        """Half of the 95 % interval."""
+        return hypot(self.noise, self.error, self.prices)
 
 
 class Trials:
@@ -42,7 +60,8 @@ class Trials:
     def __init__(self, known: Known) -> None:
         self.known = known
         self.groups = PlayedGroups(known.run)
-        self.measured = Pace.of(known.run.steps, known.run.began_anew)
+        run = known.run
+        self.measured = Pace.of(run.steps, run.began_anew, run.every)
         self._was: dict[int, Rerun] = {}
 
     @cached_property
@@ -65,14 +84,22 @@ class Trials:
     @property
     def priced(self) -> RunConditions:
         """The conditions of the run by its prices as they are, which costs no simulation."""
-        run = self.known.run
+        run, profile = self.known.run, self.known.profile
         return RunConditions(
             run.recipe,
-            self.known.profile,
-            (in_force(run.plans), *run.plans[1:]),
-            steps=len(run.steps),
+            # A simulated step stands for several: so do the seconds of a move.
+            replace(profile, moves=profile.moves.scaled(1 / run.every)),
+            tuple(self._placed()),
+            steps=run.played_steps,
             further=0 if _wound_down(run) else 2 + run.recipe.training.max_staleness,
         )
+
+    def _placed(self) -> Iterator[AdoptedPlan]:
+        """The plans of the run, by the steps that are played."""
+        run = self.known.run
+        yield in_force(run.plans)
+        for one in run.plans[1:]:
+            yield replace(one, after_step=(one.after_step + run.every // 2) // run.every)
 
     def was(self, seed: int) -> Rerun:
         """The run simulated as it was. Raises LibraError as ``play`` does."""
@@ -84,13 +111,68 @@ class Trials:
         """Simulate the run under these conditions. Raises LibraError where it cannot go on."""
         return rerun(given, self.groups.played(seed))
 
+    def saved(
+        self, given: RunConditions, after: Sequence[Rerun], *, thorough: bool = True
+    ) -> Saving:
+        """The share of the time that the run takes less under these conditions, played seed by seed
+        from the first on; ``thorough``: at other prices too, which takes further simulations."""
+        before = [self.was(seed) for seed in range(len(after))]
+        mean = 1 - fmean(
+            then.pace.step_s / now.pace.step_s for now, then in zip(before, after, strict=True)
+        )
+        wrong = part_error_of(before[0].pace, self.measured)
+        error = Z * wrong * self._changed(given)
+        prices = self._price_error(given) if thorough else 0.0
+        return Saving(mean, _noise(before, after), error, prices)
+
+    @cached_property
+    def _extremes(self) -> tuple[Trials, ...]:
+        known = self.known
+        return tuple(Trials(replace(known, profile=one, extremes=())) for one in known.extremes)
+
+    def _price_error(self, given: RunConditions) -> float:
+        """Half of the difference of what is saved at the extreme prices; 0 at prices of others."""
+        if given.profile != self.as_it_was.profile:
+            return 0.0
+        saved = [
+            1
+            - one.play(replace(given, profile=one.as_it_was.profile), 0).pace.step_s
+            / one.was(0).pace.step_s
+            for one in self._extremes
+        ]
+        return (max(saved) - min(saved)) / 2 if saved else 0.0
+
+    def _changed(self, given: RunConditions) -> float:
+        """The share of the run's time that it was under other conditions than these."""
+        was = self.as_it_was
+        if replace(given, plans=was.plans) != was:
+            return 1.0
+        seconds = [0.0, 0.0]
+        for number, step_s in enumerate(self.measured.steps_s, start=1):
+            alike = _at(given.plans, number) == _at(was.plans, number)
+            seconds[alike] += step_s
+        return seconds[False] / sum(seconds)
+
+
+def _at(plans: Sequence[AdoptedPlan], step: int) -> str:
+    """The plan that is in force after so many steps, in words."""
+    one = [one for one in plans if one.after_step <= step][-1]
+    return words_of(one.plan, one.slots)
+
 
 def _wound_down(run: PlayedRun) -> bool:
     """Whether the last steps are those in which nothing was begun any more."""
-    return run.steps[-1].step >= run.recipe.run.steps
+    return run.every == 1 and run.steps[-1].step >= run.recipe.run.steps
 
 
-def saved(before: Sequence[Rerun], after: Sequence[Rerun]) -> Saving:
-    """The share of the time that the one takes less than the other, seed by seed."""
-    pairs = zip(before, after, strict=True)
-    return Saving.of([1 - then.pace.step_s / now.pace.step_s for now, then in pairs])
+def _noise(before: Sequence[Rerun], after: Sequence[Rerun]) -> float:
+    """Half of the 95 % interval by the trajectories: from the spread of the resamplings; of few
+    ones from differences of consecutive parts (von Neumann's estimate), which drifts hardly touch.
+    """
+    ratios = [then.pace.step_s / now.pace.step_s for now, then in zip(before, after, strict=True)]
+    if len(ratios) >= LEAST_SEEDS:
+        return Z * stdev(ratios)
+    number = number_of_parts(before[0].pace)
+    now, then = (parts_of(one[0].pace, number) for one in (before, after))
+    excess = [y - ratios[0] * x for x, y in zip(now, then, strict=True)]
+    return Z * sqrt(sum((y - x) ** 2 for x, y in pairwise(excess)) / 2) / sum(now)

@@ -468,15 +468,24 @@ class _Extras:
 
     def step(self, row: StepRecord) -> BatchOverhead:
         """Take in a step that is done; returns its extra work."""
-        names = ("filtered_tokens", "surplus_tokens", "replayed_tokens")
-        found = (float(row.generated_tokens), *(row.batch.get(name) or 0.0 for name in names))
-        self._tokens.append(found)
-        return _extras(found)
+        self._tokens.append(_batch_tokens(row))
+        return overhead_of(row)
 
     @property
     def mean(self) -> BatchOverhead | None:
         """The mean by tokens; None before the first step."""
         return _extras(tuple(map(sum, zip(*self._tokens, strict=True)))) if self._tokens else None
+
+
+def overhead_of(row: StepRecord) -> BatchOverhead:
+    """Return what a step played and trained beside its batch."""
+    return _extras(_batch_tokens(row))
+
+
+def _batch_tokens(row: StepRecord) -> tuple[float, ...]:
+    """Return the tokens of a step's batch, and its filtered, surplus and replayed ones."""
+    names = ("filtered_tokens", "surplus_tokens", "replayed_tokens")
+    return (float(row.generated_tokens), *(row.batch.get(name) or 0.0 for name in names))
 
 
 def _extras(tokens: tuple[float, ...]) -> BatchOverhead:

@@ -346,12 +346,17 @@ class Reader:
             TurnPlacement(slot, before, bool(first), turns) for slot, before, first, turns in rows
         ]
 
-    def played_since(self, group: int) -> tuple[list[TrajectoryRecord], list[TurnRecord]]:
-        """The trajectories of that group and of later ones, and their turns; not those of
+    def played_in(
+        self, groups: Sequence[int] | None = None
+    ) -> tuple[list[TrajectoryRecord], list[TurnRecord]]:
+        """The trajectories of these groups, of all by default, and their turns; not those of
         evaluations."""
-        where = f"group_id >= ? AND {_FOR_TRAINING}"
-        rows = self.rows(TrajectoryRecord, where, (group,))
-        return rows, self.rows(TurnRecord, where, (group,))
+        where, parameters = _FOR_TRAINING, list[object]()
+        if groups is not None:
+            where += " AND group_id IN (SELECT value FROM json_each(?))"
+            parameters.append(json.dumps(list(groups)))
+        rows = self.rows(TrajectoryRecord, where, parameters)
+        return rows, self.rows(TurnRecord, where, parameters)
 
     def turn_count(self) -> int:
         """How many turns the run has played, without those of evaluations."""

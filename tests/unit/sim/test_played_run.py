@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from libra_cli.app.what_if.reading import played_run
 from libra_cli.core.launch.placement import plan_with, slots_of
+from libra_cli.core.records import GroupRecord
 from libra_cli.core.types import ToolOutcome
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.sim.played_run import (
@@ -150,6 +152,31 @@ def test_plans_are_adopted_after_the_steps_at_which_they_were(run: PlayedRun) ->
     quick = replace(PROFILE, moves=replace(PROFILE.moves, to_training_s=0.01, to_rollout_s=0.01))
     assert again(run, quick, recipe=recipe, plans=plans).moves == 1
     assert again(run, quick, recipe=recipe, plans=plans[:1]).moves == 0
+
+
+def test_ranks_that_share_cores_slow_one_another(run: PlayedRun) -> None:
+    recipe = simulated_run.recipe(8, pool=("rollout", "train", "train"))
+    slots = slots_of(recipe)
+    two = AdoptedPlan(0, plan_with(recipe, slots, frozenset({"local/1", "local/2"}), "two"), slots)
+    around = replace(PROFILE.surroundings, training_slowdown=1.0)
+    alone = replace(PROFILE, surroundings=around)
+    crowded = replace(PROFILE, surroundings=replace(around, rank_slowdown=0.5))
+    fixed_s = PROFILE.training.step_s
+    before = again(run, alone, recipe=recipe, plans=(two,)).pace.train_mean_s
+    after = again(run, crowded, recipe=recipe, plans=(two,)).pace.train_mean_s
+    assert after - fixed_s == pytest.approx(1.5 * (before - fixed_s), rel=0.15)
+    assert again(run, crowded).pace == again(run, alone).pace
+
+
+def test_every_third_step_of_a_run_is_all_of_it_thinner(tmp_path: Path) -> None:
+    recipe = simulated_run.recipe(20)
+    with Reader(simulated_run.write(tmp_path, recipe)) as reader:
+        whole, third = played_run(reader), played_run(reader, every=3)
+        trained = {row.group_id: row.step for row in reader.rows(GroupRecord)}
+    assert {trained[row.group_id] for row in third.turns} == {2, 5, 8, 11, 14, 17, 20}
+    assert third.played_steps == 7
+    assert len(Pace.of(third.steps, every=3).steps_s) == 6
+    assert 3 * len(third.turns) == pytest.approx(len(whole.turns), rel=0.15)
 
 
 def test_a_step_in_which_a_run_was_interrupted_does_not_count(run: PlayedRun) -> None:
