@@ -4,7 +4,8 @@
     a first step has been timed                                               at once
     before that, trajectories have ended that tell the lengths of the others  at most every 5 s
     one half waited for at least ``IDLE`` of a step                           after a rest
-    the work has drifted since the last look: its lengths, turns or tools     after a rest
+    the work has drifted since the last look: lengths, turns, contexts,
+    tools, or what is played for each trajectory that is trained              after a rest
     the first steps tell something, since the first plan may be guesses       after a rest
     ``period`` steps have passed                                              always
 

@@ -5,6 +5,9 @@ a replay of a run's database (``runtime.store.replay``, for ``libra rebalance --
 ``libra run --resume``) make the same observation of the same run. Windows: the trajectories of two
 steps and at least ``LEAST_SAMPLES``, ``RECENT_TURNS`` turns, ``RECENT_STEPS`` steps.
 
+After a sudden change of the work (``core.run.change_point``) only the steps since count, and as
+many trajectories as they train: what was before is no evidence of what comes.
+
 What tools take is told by every return, long before the trajectories end: those that have ended
 stand for the work to come with their time in tools changed as that of all has changed since.
 """
@@ -39,6 +42,7 @@ from libra_cli.core.records import (
     VersionRecord,
 )
 from libra_cli.core.rollout.staleness import StalenessRule, rule_of
+from libra_cli.core.run.change_point import WorkHistory
 from libra_cli.core.token_worth import WINDOW, BoundEvidence, StepWorth, settling, step_worth
 from libra_cli.core.types import Seconds, SlotId, Tokens, is_evaluation
 from libra_cli.core.workload import BatchOverhead, TrajectoryLimits, TrajectorySample, Workload
@@ -118,6 +122,7 @@ class RunObserver:
         self._measured: deque[MeasuredStep] = self._steps_kept()
         self._lengths: deque[float] = deque(maxlen=RECENT)
         self._extras = _Extras()
+        self._history = WorkHistory()
         self._ended_at: Seconds | None = None
         #: Since the run began, or went on.
         self._steps = 0
@@ -182,10 +187,13 @@ class RunObserver:
         """
         if not self._samples:
             return None
-        factor = self._conversations.tools.factor
-        ended = [replace(one, tool_s=one.tool_s * factor) for one in self._first or self._samples]
+        factor, since = self._conversations.tools.factor, self._history.since
+        newest = self._first or list(self._samples)
+        if since is not None:
+            newest = newest[-since * self._recipe.trajectories_per_step :]
+        ended = [replace(one, tool_s=one.tool_s * factor) for one in newest]
         samples = completed(ended, self._conversations.alive) if self._first else tuple(ended)
-        return workload_of(self._recipe, samples, self._extras.mean, self._rule)
+        return workload_of(self._recipe, samples, self._extras.mean(since or RECENT), self._rule)
 
     @property
     def staleness(self) -> BoundEvidence | None:
@@ -218,20 +226,23 @@ class RunObserver:
         newest = list(self._samples)[-self._recipe.trajectories_per_step :]
         if not newest:
             return {}
+        extras = self._extras.mean(self._measured.maxlen or RECENT)
         return {
             "turns a trajectory": fmean(sample.turns for sample in newest),
+            "tokens of a context": fmean(sample.context for sample in newest),
             "time in play over time on servers": self._conversations.tools.stretch,
+            "tokens played for each of a batch": extras.played if extras else 1.0,
         }
 
     @property
     def measured(self) -> tuple[MeasuredStep, ...]:
         """The newest steps under today's plan, without the first of the run."""
-        return tuple(self._measured)
+        return tuple(self._measured)[-(self._history.since or RECENT) :]
 
     @property
     def lengths(self) -> tuple[float, ...]:
         """Mean generated tokens of the newest steps, oldest first."""
-        return tuple(self._lengths)
+        return tuple(self._lengths)[-(self._history.since or RECENT) :]
 
     @property
     def evidence(self) -> CostEvidence:
@@ -300,11 +311,13 @@ class RunObserver:
         in_play_s, concurrency = self._in_play.take(now=row.ended_at)
         played_tokens, self._played_tokens = self._played_tokens, 0
         self._lengths.append(row.mean_length)
-        self._training.step(row, self._extras.step(row).trained)
+        extras = self._extras.step(row)
+        self._training.step(row, extras.trained)
         self._steps += 1
         self._ages(row)
         if self._steps > self._rule.bound:
             self._first = None
+            self._history.add(self._work_of(row, extras))
         settling, self._settling = self._settling, max(0, self._settling - 1)
         if settling or self._steps <= FILLING or row.started_at < self._plan_at:
             return
@@ -322,6 +335,16 @@ class RunObserver:
                 played_tokens=played_tokens,
             )
         )
+
+    def _work_of(self, row: StepRecord, extras: BatchOverhead) -> Mapping[str, float]:
+        """Return what a step's work was like, in numbers above zero."""
+        length = max(row.mean_length, 1.0)
+        return {
+            "length": length,
+            "context": length * max(1.0, row.context_tokens / max(1, row.generated_tokens)),
+            "turn_s": self._conversations.tools.take_turn_s(),
+            "played": extras.played,
+        }
 
     def _new_plan(self, row: PlanRecord) -> None:
         if row.cause == "start":  # also of a run that goes on: nothing is in play
@@ -418,12 +441,17 @@ class _ToolTimes:
     def __init__(self, finished: int) -> None:
         self._now: deque[Seconds] = deque(maxlen=RECENT_TOOLS)
         self._on_servers: deque[Seconds] = deque(maxlen=RECENT_TOOLS)
+        #: Seconds of the returns since the newest step, and their number.
+        self._since_step: tuple[Seconds, int] = (0.0, 0)
+        self._turn_s: Seconds = 1.0
         #: Of each trajectory: seconds in tools, and the number of their returns.
         self._finished: deque[tuple[Seconds, int]] = deque(maxlen=finished)
 
     def returned(self, tool_s: Seconds) -> None:
         """Add the ``tool_s`` seconds between a turn and the next one."""
         self._now.append(tool_s)
+        seconds, number = self._since_step
+        self._since_step = seconds + tool_s, number + 1
 
     def played(self, seconds: Seconds) -> None:
         """A turn has been in a queue and on a server."""
@@ -441,6 +469,14 @@ class _ToolTimes:
         if not (self._now and any(self._on_servers)):
             return 1.0
         return 1 + fmean(self._now) / fmean(self._on_servers)
+
+    def take_turn_s(self) -> Seconds:
+        """Seconds of a turn in the tool since the last call, and on servers as of late; what it was
+        then if no tool has returned."""
+        (seconds, number), self._since_step = self._since_step, (0.0, 0)
+        if number and any(self._on_servers):
+            self._turn_s = fmean(self._on_servers) + seconds / number
+        return self._turn_s
 
     @property
     def factor(self) -> float:
@@ -471,10 +507,10 @@ class _Extras:
         self._tokens.append(_batch_tokens(row))
         return overhead_of(row)
 
-    @property
-    def mean(self) -> BatchOverhead | None:
-        """The mean by tokens; None before the first step."""
-        return _extras(tuple(map(sum, zip(*self._tokens, strict=True)))) if self._tokens else None
+    def mean(self, steps: int) -> BatchOverhead | None:
+        """The mean of the newest steps by tokens; None before the first step."""
+        newest = list(self._tokens)[-steps:]
+        return _extras(tuple(map(sum, zip(*newest, strict=True)))) if newest else None
 
 
 def overhead_of(row: StepRecord) -> BatchOverhead:

@@ -64,7 +64,12 @@ def test_tools_that_take_longer_now_are_seen_before_their_trajectories_end() -> 
         play(observer, group, 2.0)
         observer.saw(replace(ENDED, group_id=group))
     assert tool_seconds(observer) == {8.0}
-    assert observer.signs == {"turns a trajectory": 5.0, TOOLS: pytest.approx(3.0)}
+    assert observer.signs == {
+        "turns a trajectory": 5.0,
+        "tokens of a context": ENDED.context_tokens,
+        TOOLS: pytest.approx(3.0),
+        "tokens played for each of a batch": 1.0,
+    }
     for group in range(64, 364):
         play(observer, group, 20.0)
     assert tool_seconds(observer) == {80.0}
