@@ -131,8 +131,6 @@ def _recipe(given: RunConditions, asked: Changes) -> Recipe:
     told["planner"]["kind"] = asked.planner or told["planner"]["kind"]
     if asked.bound is not None:
         told["training"]["max_staleness"] = asked.bound
-        if given.recipe.training.staleness.is_chosen:
-            told["training"]["staleness"]["rule"] = None
     if asked.staleness:
         told["training"]["staleness"] = asked.staleness
     try:

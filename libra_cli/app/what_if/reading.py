@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,11 +13,13 @@ from libra_cli.app.costs import OWN_PRICES, costs_of_run, recipe_planner
 from libra_cli.app.rebalance.observation import gpu_names, observation_of_run
 from libra_cli.app.what_if.hindsight import hindsight
 from libra_cli.config.errors import LibraError
+from libra_cli.config.training import StalenessSpec
 from libra_cli.core.costs.profile import Contention, Profile
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.planning.planner import CostSource
 from libra_cli.core.records import (
+    DecisionRecord,
     GroupRecord,
     PlanRecord,
     SlotRecord,
@@ -76,7 +80,7 @@ def known_of(reader: Reader, *, every: int = 1) -> Known:
     Raises:
         LibraError: it cannot be played again; says why, and what can be done.
     """
-    run = played_run(reader, every=every)
+    run, told = _at_one_bound(played_run(reader, every=every), reader)
     recipe = run.recipe
     observation = observation_of_run(reader, recipe, live=False)
     choice = costs_of_run(recipe, gpu_names(reader, recipe))
@@ -99,13 +103,39 @@ def known_of(reader: Reader, *, every: int = 1) -> Known:
         state=reader.run().state,
         idle_rollout=_idle_rollout(reader.slots()),
         moves=sum(move.state == "done" for move in reader.moves()),
-        notes=choice.notes,
+        notes=(*choice.notes, *told),
     )
     return replace(
         known,
         profile=known.priced(known.profile),
         extremes=tuple(map(known.priced, known.extremes)),
     )
+
+
+def usual_bound(
+    first: int, decisions: Sequence[DecisionRecord], steps: Sequence[StepRecord]
+) -> int:
+    """Return the staleness bound that a run had at the ends of most of its steps, in versions.
+
+    ``first`` is the one that it began with; ``decisions`` are in order.
+    """
+    chosen = [(row.at, row.bound) for row in decisions if row.bound is not None]
+    times, bounds = [at for at, _ in chosen], [first, *(bound for _, bound in chosen)]
+    found = Counter(bounds[bisect_left(times, step.ended_at)] for step in steps)
+    return found.most_common(1)[0][0]
+
+
+def _at_one_bound(run: PlayedRun, reader: Reader) -> tuple[PlayedRun, tuple[str, ...]]:
+    """Return the run with its usual staleness bound, and a note on that, where it chose it."""
+    training = run.recipe.training
+    if not training.staleness.is_chosen:
+        return run, ()
+    decisions = reader.rows(DecisionRecord)
+    bound = usual_bound(training.max_staleness, decisions, run.steps)
+    update = {"max_staleness": bound, "staleness": StalenessSpec()}
+    fixed = run.recipe.model_copy(update={"training": training.model_copy(update=update)})
+    note = f"the run chose its staleness bound: it is played at {bound}, which most steps had"
+    return replace(run, recipe=fixed), (note,)
 
 
 def _idle_rollout(slots: Sequence[SlotRecord]) -> float | None:

@@ -270,7 +270,8 @@ class RunObserver:
         return deque(maxlen=steps_to_average(self._rule.overlap))
 
     def _decision(self, row: DecisionRecord) -> None:
-        if row.bound is not None and row.bound != self._rule.bound:
+        chosen = row.bound is not None and self._recipe.training.staleness.is_chosen
+        if chosen and row.bound != self._rule.bound:
             self._open_under(rule_of(self._recipe.training, row.bound))
         found = past_prediction(row.explanation, row.observed_s)
         if found is not None:

@@ -16,11 +16,11 @@ from libra_cli.app.what_if import certificate as certificates
 from libra_cli.app.what_if import command
 from libra_cli.app.what_if.certificate import certify
 from libra_cli.app.what_if.command import Changes, what_if
-from libra_cli.app.what_if.reading import WhatIfError, known_of
+from libra_cli.app.what_if.reading import WhatIfError, known_of, usual_bound
 from libra_cli.app.what_if.trials import Trials
 from libra_cli.cli.main import app
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.records import RegretRecord
+from libra_cli.core.records import DecisionRecord, RegretRecord
 from libra_cli.report.html.run_report import report_page
 from libra_cli.report.status.summary import summary, to_json
 from libra_cli.report.status.what_if import WhatIfResult
@@ -319,3 +319,11 @@ def test_rules_of_a_recipe_hold_for_what_is_asked(plain: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "run", str(plain), "--rule", "nope"])
     assert done.exit_code == 2
     assert "no rule 'nope'" in done.output
+
+
+def test_a_run_that_chose_its_bound_is_played_at_the_one_that_most_steps_had() -> None:
+    steps = [sample_run.step_record(n, 10.0 * n) for n in range(1, 9)]
+    looks = [(25.0, 1), (35.0, 2), (75.0, 4)]
+    rows = [DecisionRecord(at, 0, "", None, "", 1.0, 1.0, bound=bound) for at, bound in looks]
+    assert usual_bound(1, rows, steps) == 2
+    assert usual_bound(1, [], steps) == 1

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.notices import BoundChosen
 from libra_cli.core.planning import controller
 from libra_cli.core.planning.triggers import (
     COOLDOWN,
@@ -28,6 +30,7 @@ from libra_cli.core.rollout.groups import GroupState
 from libra_cli.core.types import Prediction
 from tests import sample_run
 from tests.elastic import Scene, scene
+from tests.world import explained_bound
 
 PERIOD = 10.0
 
@@ -35,13 +38,15 @@ PERIOD = 10.0
 class Steps:
     """Tells the controller of a run about steps of ten seconds; its planner keeps every plan."""
 
-    def __init__(self, *, kind: str = "libra", interval: int = 1000, epochs: int = 1) -> None:
-        self.world = scene(kind=kind)
+    def __init__(
+        self, *, kind: str = "libra", interval: int = 1000, epochs: int = 1, **training: Any
+    ) -> None:
+        self.world = scene(kind=kind, **training)
         recipe = self.world.recipe
         planner = recipe.planner.model_copy(update={"plan_interval": interval})
-        training = recipe.training.model_copy(update={"epochs": epochs})
+        settled = recipe.training.model_copy(update={"epochs": epochs})
         self.controller = controller.PlanController(
-            recipe.model_copy(update={"planner": planner, "training": training}),
+            recipe.model_copy(update={"planner": planner, "training": settled}),
             self.world.machine.reconciler,
             self.world.machine.plan,
         )
@@ -204,6 +209,24 @@ def test_it_looks_every_so_many_steps_whatever_happens():
 
 def test_a_fixed_split_is_never_looked_at():
     assert set(Steps(kind="fixed", interval=2).tell_all([(0.5, 0.0)] * 10)) == {""}
+
+
+@pytest.mark.parametrize("more", [{"kind": "fixed"}, {"epochs": 2}], ids=str)
+def test_a_bound_that_is_chosen_is_looked_for_where_no_slot_may_move(more: dict[str, Any]) -> None:
+    steps = Steps(staleness="auto", interval=2, **more)
+    for _ in range(2):
+        steps.now += PERIOD
+        done = steps.world.machine.training.last
+        steps.controller.on_step_done(done, 0.0, {}, now=steps.now)
+    (look,) = steps.controller.look(steps.world.machine.observe)
+    assert isinstance(look, a.Propose)
+    plan = look.observation.plan
+    held = {slot for slot, _ in look.observation.pins}
+    assert held == {*dict(plan.servers), *plan.train, *plan.gradient}
+    told = steps.controller.kept(e.PlanKept("near", explanation=explained_bound(2)), now=steps.now)
+    assert BoundChosen(2) in told
+    rows = [one.record for one in told if isinstance(one, a.Save)]
+    assert [row.bound for row in rows if isinstance(row, DecisionRecord)] == [2]
 
 
 def test_no_slot_is_borrowed_for_batches_with_several_updates():
