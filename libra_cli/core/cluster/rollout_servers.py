@@ -257,10 +257,11 @@ class RolloutServers(ReplicaSet):
         broken = [TurnsBroken(slot) for slot in shared if self.replicas[slot].running]
         return [RoutingChanged(), *broken] if shared else []
 
-    def step_over(self) -> list[Result]:
-        """Take requests on the trainer's GPUs again, since it waits for a batch."""
+    def trainer_waits(self) -> bool:
+        """Take requests on the trainer's GPUs again, since it has no batch to train; returns
+        whether that changes which servers take them."""
         over, self._step_under_way = self._step_under_way, False
-        return [RoutingChanged()] if over and self.when_idle else []
+        return over and bool(self.when_idle)
 
     # -- versions -------------------------------------------------------------------------------
 

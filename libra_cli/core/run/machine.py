@@ -217,6 +217,7 @@ class Machine:
         route(self._settle_routes(now), actions, now)
         if self.run.going:
             route(self._advance_run(now), actions, now)
+            route(self._serve_meanwhile(now), actions, now)
         if not self.run.going:
             route(self._course.end(now=now), actions, now)
 
@@ -265,6 +266,16 @@ class Machine:
             yield from self.rollout.dispatch(now=now)
         else:
             yield from self._train_on(now)
+
+    def _serve_meanwhile(self, now: Seconds) -> Iterator[n.Result]:
+        """Let servers on the trainer's GPUs take requests if it waits.
+
+        Only once it is known that no step begins at once, which would break their turns off.
+        """
+        if self.training.state is not TrainerState.BUSY and self.servers.trainer_waits():
+            self._agenda.reroute = True
+            yield from self._settle_routes(now)
+            yield from self.rollout.dispatch(now=now)
 
     def _train_on(self, now: Seconds) -> Iterator[n.Result]:
         """Open groups, send requests and begin a step, as far as any of it can be done."""

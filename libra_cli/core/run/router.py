@@ -112,7 +112,7 @@ class NoticeRouter:
     def _tell_of_step(self, notice: n.StepClaimed | n.StepOver, now: Seconds) -> list[n.Result]:
         servers, workers = self.parts.servers, self.parts.workers
         if isinstance(notice, n.StepOver):
-            return [*servers.step_over(), *workers.step_over(notice, now=now)]
+            return workers.step_over(notice, now=now)
         gpus = sum(rank.slot.num_devices for rank in self.parts.training.replicas)
         train = notice.train
         shares = workers.shares(train.samples, gpus)

@@ -46,7 +46,7 @@ def advice(tmp_path: Path, body: dict[str, Any]) -> tuple[str, ...]:
     return plan_of(written(tmp_path, body))[1].advice
 
 
-WAITS = ("rollout", "train", "train")
+WAITS = ("rollout", "train", "train", "train", "train")
 
 
 def test_what_is_told_is_a_recipe_and_there_is_no_more_to_tell(tmp_path: Path) -> None:
@@ -57,9 +57,9 @@ def test_what_is_told_is_a_recipe_and_there_is_no_more_to_tell(tmp_path: Path) -
     assert advice(tmp_path, better) == ()
     found = Recipe.model_validate(better)
     layout = RecipePlacement(found).layout_of(initial_plan(found), slots_of(found))
-    assert (layout.rollout_gpus, layout.training_gpus) == (8, 16)
+    assert (layout.rollout_gpus, layout.training_gpus) == (8, 32)
     (idle,) = layout.idle
-    assert (idle.tensor_parallel, idle.number) == (8, 2)
+    assert (idle.tensor_parallel, idle.number) == (8, 4)
 
 
 def test_open_nodes_are_written_out_with_the_servers_of_the_plan(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.launch.placement import initial_plan, slots_of
-from libra_cli.core.planning.idle_servers import IdleServers, shares_that_fit
+from libra_cli.core.planning.idle_servers import LEAST_CONTEXTS, IdleServers, shares_that_fit
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
@@ -89,14 +89,15 @@ def test_without_other_servers_the_halves_take_turns() -> None:
 
 
 def test_shares_hold_the_ranks_and_the_longest_trajectory() -> None:
-    found = shares_that_fit(PROFILE, 8, 16, 20_000)
+    found = shares_that_fit(PROFILE, 8, 12, 20_000)
     assert found is not None
     facts = PROFILE.facts
-    assert found.train * facts.gpu_gib >= PROFILE.training.memory_gib(16, 20_000)
+    assert found.train * facts.gpu_gib >= PROFILE.training.memory_gib(12, 20_000)
     assert found.rollout + found.train <= WHOLE + 1e-9
     law = PROFILE.sharing(8, found.rollout)
     assert law is not None
-    assert 20_000 <= law.kv_tokens < PROFILE.servers[8].kv_tokens
+    assert LEAST_CONTEXTS * 20_000 <= law.kv_tokens < PROFILE.servers[8].kv_tokens
+    assert shares_that_fit(PROFILE, 8, 16, 20_000) is None, "contexts would drive each other out"
     assert shares_that_fit(PROFILE, 8, 8, 40_000) is None, "the ranks leave nothing"
     unknown = replace(PROFILE.training, facts=replace(facts, gpu_gib=1e9))
     assert shares_that_fit(replace(PROFILE, training=unknown), 8, 16, 20_000) is None
