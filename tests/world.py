@@ -338,7 +338,7 @@ class World:
             self.later(e.PlanChosen(*self._some_plan()))
         if self._chance("ordered"):
             self.later(self._some_order())
-        if self._chance("bounded"):
+        if self.faults.bounded and self._chance("bounded"):  # else other seeds draw other faults
             bound = self.random.choice(self.recipe.training.bounds)
             self.later(e.PlanKept("near", explanation=explained_bound(bound)))
 
