@@ -125,6 +125,7 @@ class Job:
             late=rule.late,
             group_size=self.group_size,
             holders=rule.holders(self.group_size),
+            ready=rule.ready,
             extras=BatchOverhead(surplus=self.oversample / self.group_size),
             limits=self.limits,
         )

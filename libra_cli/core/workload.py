@@ -13,11 +13,9 @@ from typing import Any
 
 from libra_cli.core.types import Seconds, Tokens
 
-READY_SHARE = 0.3
-"""Share of a step's trajectories that lie ready while a batch fills, on average.
-
-Fitted to 214 static plans simulated without drift (tau2bench, mint and moatless on 16 to 48 GPUs,
-three profiles, bounds 0 to 4, hold, cut and token), of 0.3, 0.4, 0.5 and 0.7."""
+READY_SHARE = 0.5
+"""Share of a step's trajectories that lie ready on average, where they come one after the other and
+a batch takes as many as it has at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,8 @@ class Workload:
     in training at once: 1 + the staleness bound (1: each batch waits for the one before). A batch
     waits for a trajectory that would be ``late`` versions over the bound (infinity: for none).
     ``group_size`` trajectories begin together and have one prompt; their places are free once the
-    longest of ``holders`` of them, drawn at random, has ended. ``extras`` is what is played without
+    longest of ``holders`` of them, drawn at random, has ended. ``ready`` is the share of a step's
+    that lies in groups of which all have, while a batch fills. ``extras`` is what is played without
     being trained, and trained without being played. With ``keeps_kv`` new weights do not
     empty the prefix caches. No sample is beyond the ``limits``: it is cut there, whoever made it or
     stretched it. Raises ValueError without samples or work.
@@ -150,6 +149,7 @@ class Workload:
     late: float = 0.0
     group_size: int = 1
     holders: float = 1.0
+    ready: float = READY_SHARE
     extras: BatchOverhead = BatchOverhead()
     limits: TrajectoryLimits | None = None
     keeps_kv: bool = False
@@ -209,7 +209,7 @@ class Workload:
 
     def open(self, in_flight: Any) -> Any:
         """Steps' worth in groups that are still played, of so many in flight."""
-        return in_flight if self.takes_turns else in_flight - READY_SHARE
+        return in_flight if self.takes_turns else in_flight - self.ready
 
     @property
     def spread(self) -> float:

@@ -36,7 +36,7 @@ LEAST = 3
 def under(rule: StalenessRule, work: Workload) -> Workload:
     """Return the same work under another staleness rule."""
     holders = rule.holders(work.group_size)
-    return replace(work, overlap=rule.overlap, late=rule.late, holders=holders)
+    return replace(work, overlap=rule.overlap, late=rule.late, holders=holders, ready=rule.ready)
 
 
 def priced_bound(evidence: BoundEvidence, bound: int, layout: str, step_s: Seconds) -> PricedBound:

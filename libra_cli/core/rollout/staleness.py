@@ -43,6 +43,7 @@ from math import ceil, inf, sqrt
 from typing import Literal
 
 from libra_cli.config.training import TrainingSpec
+from libra_cli.core.workload import READY_SHARE
 
 LATE_VERSIONS = 1
 """The default of ``versions`` in a recipe."""
@@ -92,6 +93,18 @@ class StalenessRule:
         and 0.70; under ``soft`` 0.45 and 0.54, where that over the longest of 8 is 0.43 and 0.53.
         """
         return size if self.least is None else sqrt(size)
+
+    @property
+    def ready(self) -> float:
+        """Share of a step's trajectories that lie in groups which are ready while a batch fills.
+
+        Half (``READY_SHARE``), but a closed group is trained at once, and with a bound of 1 all are
+        closed, with 2 half of those that were opened together, and so on. In the simulator it was
+        0.05 to 0.1 and 0.2 to 0.25 at bounds of 1 and 2, and 0.4 to 0.55 where none is closed
+        (tau2bench and taubench, 24 GPUs, rollout the longer half).
+        """
+        closed = 0.0 if self.least is None else 1 / max(1, self.bound)
+        return READY_SHARE * (1 - closed)
 
     def least_of(self, size: int) -> int | None:
         """Return how many of ``size`` members must be finished to close a group; None: it is never

@@ -78,6 +78,7 @@ def workload_of(
         late=rule.late,
         group_size=recipe.group_size,
         holders=rule.holders(recipe.group_size),
+        ready=rule.ready,
         extras=extras or extras_of(recipe),
         limits=limits_of(recipe),
         keeps_kv=not recipe.weight_sync.clear_cache,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from math import expm1, inf
 
 import pytest
 from hypothesis import given
@@ -144,3 +144,46 @@ def test_everything_slower_is_as_much_longer(
     before = time_of(SERVER, Workload(samples, 64)).seconds
     after = time_of(slower, Workload(waiting, 64)).seconds
     assert after == pytest.approx(before * factor, rel=1e-6)
+
+
+def held_s(work: Workload, seats: int) -> tuple[float, float, float]:
+    """Of one server: what a step's trajectories wait beside their own steps and tools, those in
+    play, and the step, in seconds."""
+    parts = SortedParts(work, 64)
+    load = parts.load(SERVER).at((0, len(parts)))
+    time = EqualServers(SERVER, 1, seats, 0.5).time(load, work)
+    mine = load.of_one(1, work.group_size)
+    step_s = float(time.seats_s)
+    alone_s = float(mine.engine_s) / (1 - float(time.work_s) / step_s) + float(mine.tool_s)
+    return float(time.places) * step_s - alone_s, float(time.places), step_s
+
+
+def test_those_that_begin_with_new_weights_wait_for_each_others_prompts() -> None:
+    """All 64 prompts of a step come at once, and find more in play than there are on average."""
+    work = Workload((TrajectorySample(3000, 500),), 64, overlap=2.0, late=inf, keeps_kv=True)
+    waits_s, live, step_s = held_s(work, seats=10**6)
+    prompts_s = 64 * 3000 * SERVER.prefill_token_s
+    left = 64 / expm1(64 / live)
+    more = left + 64 - live
+    assert 32 < more < 64
+    assert waits_s == pytest.approx(more * prompts_s / (1 - prompts_s / step_s), rel=0.05)
+
+
+def test_nobody_waits_for_a_burst_where_seats_let_one_begin_as_another_ends() -> None:
+    work = Workload((TrajectorySample(3000, 500),), 64, overlap=5.0, late=inf, keeps_kv=True)
+    waits_s, live, step_s = held_s(work, seats=16)
+    assert live == pytest.approx(16)
+    assert waits_s == pytest.approx(0.0, abs=1e-3 * live * step_s)
+
+
+def test_what_is_left_of_trajectories_before_new_weights_computes_again() -> None:
+    """With hardly one step's worth in flight next to nobody is, and with many nearly all are."""
+    one = Workload((TrajectorySample(300, 500, 400, turns=10),), 64, overlap=2.0, late=inf)
+    again = []
+    for overlap in (2.0, 9.0):
+        work = replace(one, overlap=overlap)
+        kept = time_of(SERVER, replace(work, keeps_kv=True), seats=10**6)
+        time = time_of(SERVER, work, seats=10**6)
+        tokens = (time.work_s - kept.work_s) / SERVER.prefill_token_s
+        again.append(float(tokens / time.places))
+    assert again[0] < 0.8 * again[1]

@@ -28,6 +28,7 @@ from libra_cli.core.rollout.staleness import (
 )
 from libra_cli.core.run.state import Resume
 from libra_cli.core.types import Outcome, TrajectoryId, VersionSpan
+from libra_cli.core.workload import READY_SHARE
 from tests.world import FEW_RUNS, Faults, World, recipe
 
 RULES: list[Any] = [
@@ -95,6 +96,14 @@ def test_a_name_and_a_mapping_say_the_same():
 def test_unnamed_it_is_cut_and_keeps_a_bound_of_0():
     assert rule_of(TrainingSpec()) == cut(1)
     assert rule_of(TrainingSpec(max_staleness=0)) == hold(0)
+
+
+def test_half_a_batch_lies_ready_but_for_groups_that_are_closed_when_it_is_taken():
+    assert hold(1).ready == soft(4).ready == READY_SHARE == 0.5
+    closing = [cut(bound).ready for bound in (1, 2, 4, 1000)]
+    assert closing == sorted(closing)
+    assert closing[0] == 0.0
+    assert closing[-1] == pytest.approx(READY_SHARE, abs=0.001)
 
 
 def test_arguments_reach_the_rule():
