@@ -9,11 +9,14 @@ a, in versions, as ::
     worth(a) = worth(0) exp(-decay a)
 
 which is exact where the log ratio of two policies is normal with a variance that grows by ``decay``
-a version: the share is then exp(-variance). ``decay`` is the mean slope of -log(worth) over the
-ages within each of the newest steps, weighted by what a step tells (its tokens times the squared
-deviations of their ages), beside ``DECAY`` as one step more; its standard error is that of the
-weighted mean. Under another bound tokens are taken to be as many versions older or younger as the
-bounds differ, for admission keeps the mean token about the bound behind (``rollout.staleness``).
+a version: the share is then exp(-variance), and the KL divergence is half the variance. Of a step
+``decay`` is the slope of -log(worth) through that of tokens of age 0, least squares over its tokens
+n: sum of n a (lost - lost of age 0) / sum of n a^2. Not the slope within a step: which tokens of a
+batch are old is no chance, they are of long trajectories. Of a run it is the mean over the newest
+steps, weighted by sum of n a^2, beside ``DECAY`` as one step more; its standard error is that of
+the weighted mean. The KL divergence of each version is found in the same way. Under another bound
+tokens are taken to be as many versions older or younger as the bounds differ, for admission keeps
+the mean token about the bound behind (``rollout.staleness``).
 
 Limit: it counts variance. What a late policy gradient is off in its mean it does not tell.
 """
@@ -25,7 +28,7 @@ from dataclasses import dataclass
 from math import exp, log, sqrt
 from statistics import fmean
 
-from libra_cli.config.age_metrics import AGE_TOKENS, AGE_WORTH, OLDEST
+from libra_cli.config.age_metrics import AGE_KL, AGE_TOKENS, AGE_WORTH, OLDEST
 from libra_cli.core.types import Version
 
 WINDOW = 10
@@ -42,11 +45,13 @@ LEAST_WORTH = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class AgeWorth:
-    """The tokens of a step that were ``age`` versions behind, and the share that they are worth."""
+    """The tokens of a step that were ``age`` versions behind, the share that they are worth, and
+    the KL divergence of the trainer's policy from theirs in nats a token."""
 
     age: Version
     tokens: float
     worth: float
+    kl: float = 0.0
 
     @property
     def lost(self) -> float:
@@ -56,11 +61,9 @@ class AgeWorth:
 
 @dataclass(frozen=True, slots=True)
 class StepWorth:
-    """What a step tells of its tokens: their worth by age, of at least one, and the KL divergence
-    of the trainer's policy from theirs in nats a token; None where that is not told."""
+    """What a step tells of its tokens, by their age; at least one."""
 
     ages: tuple[AgeWorth, ...]
-    rollout_kl: float | None = None
 
     @property
     def tokens(self) -> float:
@@ -78,16 +81,24 @@ class StepWorth:
         return sum(one.tokens * one.lost for one in self.ages) / self.tokens
 
     @property
-    def information(self) -> float:
-        """Tokens times the squared deviations of their ages: what the slope is known by."""
-        mean = self.mean_age
-        return sum(one.tokens * (one.age - mean) ** 2 for one in self.ages)
+    def mean_kl(self) -> float:
+        """The KL divergence in nats a token, in the mean."""
+        return sum(one.tokens * one.kl for one in self.ages) / self.tokens
 
     @property
-    def slope(self) -> float:
-        """Return the nats by which -log(worth) grows a version: least squares, of several ages."""
-        mean = self.mean_age
-        return sum(one.tokens * (one.age - mean) * one.lost for one in self.ages) / self.information
+    def information(self) -> float:
+        """Tokens times their squared ages: what slopes are known by; 0 where all are of age 0."""
+        return sum(one.tokens * one.age**2 for one in self.ages)
+
+    def decay(self, fresh: float) -> float:
+        """Return the nats by which -log(worth) grows a version, from ``fresh`` at age 0."""
+        grown = (one.tokens * one.age * (one.lost - fresh) for one in self.ages)
+        return sum(grown) / self.information
+
+    def kl_a_version(self, fresh: float) -> float:
+        """Return the nats by which the KL divergence grows a version, from ``fresh`` at age 0."""
+        grown = (one.tokens * one.age * (one.kl - fresh) for one in self.ages)
+        return sum(grown) / self.information
 
 
 def step_worth(metrics: Mapping[str, float | None]) -> StepWorth | None:
@@ -95,10 +106,12 @@ def step_worth(metrics: Mapping[str, float | None]) -> StepWorth | None:
     libra."""
     found = []
     for age in range(OLDEST + 1):
-        tokens, worth = metrics.get(AGE_TOKENS.format(age)), metrics.get(AGE_WORTH.format(age))
+        tokens, worth, kl = (
+            metrics.get(name.format(age)) for name in (AGE_TOKENS, AGE_WORTH, AGE_KL)
+        )
         if tokens and worth is not None:
-            found.append(AgeWorth(age, tokens, worth))
-    return StepWorth(tuple(found), metrics.get("rollout_kl")) if found else None
+            found.append(AgeWorth(age, tokens, worth, kl or 0.0))
+    return StepWorth(tuple(found)) if found else None
 
 
 def settling(before: int, after: int) -> int:
@@ -118,14 +131,14 @@ class Decay:
 class BoundEvidence:
     """The staleness ``bound`` of a run that may choose it among ``bounds`` (versions, ascending).
 
-    ``steps`` are the newest since all that was begun under another bound is trained; ``several``
-    the newest whose tokens were of several ages, under whatever bound.
+    ``steps`` are the newest since all that was begun under another bound is trained; ``aged`` the
+    newest with tokens that were behind, under whatever bound.
     """
 
     bound: int
     bounds: tuple[int, ...]
     steps: tuple[StepWorth, ...] = ()
-    several: tuple[StepWorth, ...] = ()
+    aged: tuple[StepWorth, ...] = ()
 
     @property
     def candidates(self) -> tuple[int, ...]:
@@ -133,14 +146,23 @@ class BoundEvidence:
         return self.bounds[: self.bounds.index(self.bound) + 2]
 
     @property
+    def fresh(self) -> AgeWorth:
+        """Tokens of age 0 of all steps, with their mean loss of worth and KL divergence."""
+        found = [one for step in (*self.aged, *self.steps) for one in step.ages if one.age == 0]
+        tokens = sum(one.tokens for one in found)
+        if not tokens:
+            return AgeWorth(0, 0.0, 1.0)
+        lost = sum(one.tokens * one.lost for one in found) / tokens
+        return AgeWorth(0, tokens, exp(-lost), sum(one.tokens * one.kl for one in found) / tokens)
+
+    @property
     def decay(self) -> Decay:
         """The decay by the law of the module; not below 0."""
-        told = self.several
-        if not told:
+        if not self.aged:
             return Decay(DECAY, SPREAD)
-        usual = fmean(step.information for step in told)
-        weights = [usual, *(step.information for step in told)]
-        slopes = [DECAY, *(step.slope for step in told)]
+        fresh, usual = self.fresh.lost, fmean(step.information for step in self.aged)
+        weights = [usual, *(step.information for step in self.aged)]
+        slopes = [DECAY, *(step.decay(fresh) for step in self.aged)]
         total = sum(weights)
         mean = sum(w * s for w, s in zip(weights, slopes, strict=True)) / total
         squares = sum((w * (s - mean)) ** 2 for w, s in zip(weights, slopes, strict=True))
@@ -165,15 +187,16 @@ class BoundEvidence:
 
     def worth_of_age(self, bound: int) -> float:
         """The share that age alone leaves of a token under a bound."""
-        return exp(-self.decay.mean * (self.mean_age + self.older(bound)))
+        worth = self.worth * exp(-self.decay.mean * self.older(bound))
+        return min(1.0, worth / self.fresh.worth)
 
-    def aged_kl(self, bound: int) -> float:
-        """The KL divergence under a bound that is of the tokens' age, in nats a token.
+    def kl_of_age(self, bound: int) -> float:
+        """The KL divergence that is of the tokens' age under a bound, in nats a token.
 
-        Half of what is lost of the worth, and no more than was seen: what servers and trainer
-        compute differently is no matter of age.
+        What tokens of age 0 have too is what servers and trainer compute differently.
         """
-        told = [step.rollout_kl for step in self.steps if step.rollout_kl is not None]
-        half = self.decay.mean / 2
-        now = min(half * self.mean_age, fmean(told)) if told else half * self.mean_age
-        return max(0.0, now + half * self.older(bound))
+        fresh, told = self.fresh.kl, self.aged or self.steps
+        now = fmean(step.mean_kl for step in self.steps) - fresh if self.steps else 0.0
+        grown = [step.kl_a_version(fresh) for step in told if step.information]
+        a_version = fmean(grown) if grown else DECAY / 2
+        return max(0.0, now + a_version * self.older(bound))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import assert_never
 
-from libra_cli.config.age_metrics import AGE_TOKENS, AGE_WORTH, OLDEST
+from libra_cli.config.age_metrics import AGE_KL, AGE_TOKENS, AGE_WORTH, OLDEST
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.types import Seconds, Slot, SlotId, Tokens, WeightVersion
@@ -248,8 +248,7 @@ def _worth_by_age(samples: Sequence[a.TrainSample], decay: float) -> dict[str, f
             tokens[age] = tokens.get(age, 0.0) + end - start
     told = {AGE_TOKENS.format(age): number for age, number in tokens.items()}
     told |= {AGE_WORTH.format(age): exp(-decay * age) for age in tokens}
-    ages = sum(age * number for age, number in tokens.items())
-    return told | {"rollout_kl": decay * ages / 2 / max(1.0, sum(tokens.values()))}
+    return told | {AGE_KL.format(age): decay * age / 2 for age in tokens}
 
 
 def _tokens(samples: Sequence[a.TrainSample]) -> Tokens:

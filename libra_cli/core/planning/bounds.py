@@ -83,7 +83,7 @@ def _too_far(evidence: BoundEvidence, bound: int) -> str:
     """Say how far age puts the two policies apart under a bound, if that is too far; empty: it is
     not.
     """
-    kl, worth = evidence.aged_kl(bound), evidence.worth_of_age(bound)
+    kl, worth = evidence.kl_of_age(bound), evidence.worth_of_age(bound)
     if kl > ROLLOUT_KL:
         return f"age makes {kl:.2g} nats a token of rollout_kl, over {ROLLOUT_KL:g}"
     if worth < EFFECTIVE:

@@ -110,9 +110,9 @@ class RunObserver:
         self._rule = rule_of(recipe.training)
         #: Steps until all that was begun under another bound is trained.
         self._settling = 0
-        #: What the newest steps under this bound told of their tokens; those of several ages.
+        #: What the newest steps under this bound told of their tokens, and those with old ones.
         self._worths: deque[StepWorth] = deque(maxlen=WINDOW)
-        self._several: deque[StepWorth] = deque(maxlen=WINDOW)
+        self._aged: deque[StepWorth] = deque(maxlen=WINDOW)
         newest = max(LEAST_SAMPLES, 2 * recipe.trajectories_per_step)
         self._samples: deque[TrajectorySample] = deque(maxlen=newest)
         #: All that have finished, while the first steps' worth is in flight; None after that.
@@ -203,7 +203,7 @@ class RunObserver:
         if not training.staleness.is_chosen:
             return None
         return BoundEvidence(
-            self._rule.bound, training.bounds, tuple(self._worths), tuple(self._several)
+            self._rule.bound, training.bounds, tuple(self._worths), tuple(self._aged)
         )
 
     @property
@@ -291,7 +291,7 @@ class RunObserver:
         if told is None:
             return
         if told.information:
-            self._several.append(told)
+            self._aged.append(told)
         if not self._settling:
             self._worths.append(told)
 

@@ -11,11 +11,11 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from libra_cli.config.age_metrics import AGE_TOKENS, AGE_WORTH, OLDEST
+from libra_cli.config.age_metrics import AGE_KL, AGE_TOKENS, AGE_WORTH, OLDEST
 from libra_cli.config.training import TrainingSpec
 from libra_cli.node.losses.protocol import LossInputs
 
-AGE_SUMS = ("age_{}_tokens", "age_{}_weights", "age_{}_squares")
+AGE_SUMS = ("age_{}_tokens", "age_{}_weights", "age_{}_squares", "age_{}_kl")
 """Names of the sums of ``age_sums``, by the age."""
 
 Level: TypeAlias = Literal["token", "sequence"]
@@ -88,30 +88,35 @@ def rollout_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
 def age_sums(inputs: LossInputs, training: TrainingSpec) -> dict[str, Tensor]:
     """Sums that say what tokens of each age are worth, in versions: how many there are, of their
-    weights and of the squares of these, as the loss has the weights (``rollout_weights``).
+    weights and of the squares of these, as the loss has the weights (``rollout_weights``), and of
+    the KL divergence in nats (k3).
     """
     weights = rollout_weights(inputs, training)[0].double()
+    differences = (inputs.proximal.detach() - inputs.rollout).double()
+    kls = torch.exp(differences) - differences - 1
     ages = inputs.staleness.clamp(min=0, max=OLDEST)
     found: dict[str, Tensor] = {}
     for age in ages.unique().tolist():
-        own = weights[ages == age]
-        parts = (torch.ones_like(own), own, own.square())
+        mine = ages == age
+        own = weights[mine]
+        parts = (torch.ones_like(own), own, own.square(), kls[mine])
         names = (name.format(age) for name in AGE_SUMS)
         found |= dict(zip(names, (part.sum() for part in parts), strict=True))
     return found
 
 
 def worth_by_age(sums: dict[str, float], passes: int) -> dict[str, float]:
-    """Take the sums of ``age_sums`` out of ``sums``; return the tokens of each age and the share of
-    them that weighted ones are worth (Kish 1965), as metrics. Every token was in so many
-    ``passes``.
+    """Take the sums of ``age_sums`` out of ``sums``; return the tokens of each age, the share of
+    them that weighted ones are worth (Kish 1965) and their KL divergence, as metrics. Every token
+    was in so many ``passes``.
     """
     found: dict[str, float] = {}
     for age in range(OLDEST + 1):
-        tokens, total, squares = (sums.pop(name.format(age), 0.0) for name in AGE_SUMS)
+        tokens, total, squares, kl = (sums.pop(name.format(age), 0.0) for name in AGE_SUMS)
         if tokens:
             worth = total * total / (tokens * squares) if squares else 0.0
             found |= {AGE_TOKENS.format(age): tokens / passes, AGE_WORTH.format(age): worth}
+            found[AGE_KL.format(age)] = kl / tokens
     return found
 
 

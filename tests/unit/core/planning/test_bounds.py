@@ -36,15 +36,16 @@ from tests.unit.core.planning.test_explanation import RECIPE
 PROFILE: Profile = load_profile("a800-qwen3-8b")
 
 
-def step(decay: float, mean_age: int = 1, kl: float = 0.001) -> StepWorth:
-    """A step whose tokens are a version younger, as old, and a version older than that."""
+def step(decay: float, mean_age: int = 1, kl: float = 0.0) -> StepWorth:
+    """A step whose tokens are a version younger, as old, and a version older than that; ``kl`` is
+    nats a version."""
     ages = [(mean_age - 1, 200), (mean_age, 600), (mean_age + 1, 200)]
-    return StepWorth(tuple(AgeWorth(age, n, exp(-decay * age)) for age, n in ages), kl)
+    return StepWorth(tuple(AgeWorth(age, n, exp(-decay * age), kl * age) for age, n in ages))
 
 
 def evidence(*steps: StepWorth, bound: int = 1) -> BoundEvidence:
-    several = tuple(one for one in steps if one.information)
-    return BoundEvidence(bound, AUTO_BOUNDS, steps, several)
+    aged = tuple(one for one in steps if one.information)
+    return BoundEvidence(bound, AUTO_BOUNDS, steps, aged)
 
 
 def choose(known: BoundEvidence, **seconds: float) -> BoundChoice:
@@ -60,16 +61,18 @@ def test_a_step_tells_the_worth_of_each_age_and_an_older_librarys_tells_nothing(
         "staleness/age_0_worth": 1.0,
         "staleness/age_2_tokens": 300.0,
         "staleness/age_2_worth": exp(-0.4),
-        "rollout_kl": 0.01,
+        "staleness/age_2_kl": 0.2,
     }
     seen = step_worth(told)
     assert seen is not None
-    assert (seen.tokens, seen.mean_age, seen.rollout_kl) == (400, 1.5, 0.01)
-    assert seen.slope == pytest.approx(0.2)
+    assert (seen.tokens, seen.mean_age) == (400, 1.5)
+    assert seen.mean_kl == pytest.approx(0.15)
+    assert (seen.decay(0.0), seen.kl_a_version(0.0)) == pytest.approx((0.2, 0.1))
+    assert (seen.decay(0.1), seen.kl_a_version(0.02)) == pytest.approx((0.15, 0.09))
     assert step_worth({"reward": 1.0}) is None
 
 
-def test_before_a_step_has_told_of_several_ages_the_decay_is_what_other_runs_had() -> None:
+def test_before_a_step_has_told_of_old_tokens_the_decay_is_what_other_runs_had() -> None:
     of_one_age = StepWorth((AgeWorth(0, 100, 1.0),))
     for known in (evidence(), evidence(of_one_age, bound=0)):
         assert (known.decay.mean, known.decay.error) == (DECAY, SPREAD)
@@ -112,26 +115,28 @@ def test_a_gain_that_is_not_sure_is_not_had() -> None:
 
 
 def test_a_policy_too_far_off_lowers_the_bound_at_any_price() -> None:
-    known = evidence(*[step(0.15, 2, kl=1.1 * ROLLOUT_KL)] * 5, bound=2)
+    known = evidence(*[step(0.0, 2, kl=0.55 * ROLLOUT_KL)] * 5, bound=2)
     lowered = choose(known, b0=900, b1=500, b2=100, b4=10)
     assert lowered.chosen.bound == 1
     assert "0.11 nats a token of rollout_kl" in lowered.why
 
 
 def test_what_servers_compute_differently_is_no_reason_to_lower_the_bound() -> None:
-    known = evidence(*[step(0.01, 2, kl=3 * ROLLOUT_KL)] * 5, bound=2)
+    ages = ((0, 10), (1, 200), (2, 600), (3, 200))
+    gap = StepWorth(tuple(AgeWorth(age, n, 0.2, 3 * ROLLOUT_KL) for age, n in ages))
+    known = evidence(*[gap] * 5, bound=2)
     assert choose(known, b0=900, b1=500, b2=100, b4=100).chosen.bound == 2
 
 
 def test_at_a_bound_of_0_what_was_learned_of_older_tokens_stands() -> None:
-    of_one_age = StepWorth((AgeWorth(0, 1000, 1.0),), 0.0)
-    known = BoundEvidence(0, AUTO_BOUNDS, (of_one_age,) * 5, (step(0.4),) * 5)
+    fresh = StepWorth((AgeWorth(0, 1000, 1.0),))
+    known = BoundEvidence(0, AUTO_BOUNDS, (fresh,) * 5, (step(0.4, kl=0.2),) * 5)
     assert not choose(known, b0=100, b1=30).changes
-    assert choose(replace(known, several=()), b0=100, b1=30).changes
+    assert choose(replace(known, aged=()), b0=100, b1=30).changes
 
 
 def test_a_bound_does_not_rise_to_where_the_policy_is_expected_too_far_off() -> None:
-    near, far = ([step(decay, kl=decay / 2)] * 5 for decay in (0.05, 0.15))
+    near, far = ([step(0.0, kl=share * ROLLOUT_KL)] * 5 for share in (0.4, 0.6))
     assert choose(evidence(*near), b1=100, b2=10).changes
     kept = choose(evidence(*far), b1=100, b2=10)
     assert not kept.changes
@@ -154,7 +159,7 @@ def test_a_change_promises_a_gain_or_is_a_notch_down(decay, kl, bound, seconds):
     choice = chosen_bound(known, priced, 0.05)
     if choice.chosen.bound > bound:
         assert choice.chosen.bound == known.candidates[-1]
-        assert known.aged_kl(choice.chosen.bound) <= ROLLOUT_KL
+        assert known.kl_of_age(choice.chosen.bound) <= ROLLOUT_KL
     if choice.changes and not choice.why.startswith("age"):
         assert choice.chosen.step_s / choice.chosen.low <= 0.95 * choice.today.effective_s
 

@@ -264,10 +264,13 @@ def test_tokens_are_told_by_age_with_what_they_are_worth():
         {
             "staleness/age_0_tokens": 1,
             "staleness/age_0_worth": 1,
+            "staleness/age_0_kl": 0,
             "staleness/age_1_tokens": 2,
             "staleness/age_1_worth": 2.5**2 / (2 * (1 + 1.5**2)),
+            "staleness/age_1_kl": (1.5 - log - 1) / 2,
             f"staleness/age_{OLDEST}_tokens": 1,
             f"staleness/age_{OLDEST}_worth": 0,
+            f"staleness/age_{OLDEST}_kl": math.exp(-3) + 3 - 1,
         }
     )
 
