@@ -113,10 +113,12 @@ class GpuNodes:
     ) -> list[Slot]:
         """Slots of so many servers of each degree, for which there must be room.
 
-        Those of ``before`` stay as far as they are wanted, the ``pinned`` first.
+        Those of ``before`` stay as far as they are wanted, the ``pinned`` first. Of others whole
+        nodes are left where that is possible: a gradient worker may need one.
         """
         left, held, kept = Counter(wanted), gpus_of(taken), list[Slot]()
-        for slot in sorted(before, key=lambda slot: slot.id not in pinned):
+        going = _whole_nodes(before, left, pinned)
+        for slot in sorted(before, key=lambda slot: (slot.id not in pinned, slot.id in going)):
             if left[len(slot.gpus)] > 0 and held.isdisjoint(gpus_of([slot])):
                 left[len(slot.gpus)] -= 1
                 kept.append(slot)
@@ -170,6 +172,24 @@ class GpuNodes:
         for smaller in sorted(evicted, key=lambda slot: -len(slot.gpus)):
             placed = self._make_room(placed, len(smaller.gpus), held)
         return placed
+
+
+def _whole_nodes(
+    before: Sequence[Slot], wanted: Counter[int], pinned: Collection[SlotId]
+) -> set[SlotId]:
+    """Return servers to be stopped that leave a node with no others, the largest nodes first."""
+    spare = Counter(len(slot.gpus) for slot in before) - wanted
+    nodes: dict[str, list[Slot]] = {}
+    for slot in before:
+        nodes.setdefault(slot.node, []).append(slot)
+    going: set[SlotId] = set()
+    last_first = list(nodes.values())[::-1]
+    for slots in sorted(last_first, key=lambda slots: -len(gpus_of(slots))):
+        sizes = Counter(len(slot.gpus) for slot in slots)
+        if sizes <= spare and not any(slot.id in pinned for slot in slots):
+            spare -= sizes
+            going |= {slot.id for slot in slots}
+    return going
 
 
 def gpus_of(slots: Iterable[Slot]) -> set[Gpu]:

@@ -99,3 +99,16 @@ def test_what_is_left_of_a_node_is_a_worker_if_it_is_large_enough(
     servers = nodes.servers({2: 1}, base)
     workers = nodes.workers((*base, *servers), [], least=least)
     assert [len(worker.gpus) for worker in workers] == sizes
+
+
+def test_servers_that_are_stopped_leave_whole_nodes_to_gradient_workers() -> None:
+    nodes = nodes_of(8, 8, 8, 8)
+    base = list(nodes.base(8, 8))
+    five = nodes.servers({4: 5}, base)
+    worker = nodes.workers([*five, *base], [])
+    three = nodes.servers({4: 3}, base, five)
+    assert {slot.id for slot in three} <= {slot.id for slot in five}
+    workers = nodes.workers([*three, *base], worker, least=8)
+    assert sorted(len(slot.gpus) for slot in workers) == [4, 8]
+    alone = next(slot for slot in five if sum(slot.node == one.node for one in five) == 1)
+    assert alone in nodes.servers({4: 1}, base, five, [alone.id])
