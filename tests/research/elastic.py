@@ -26,7 +26,7 @@ import re
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -181,8 +181,7 @@ def table(seeds: Mapping[int, Mapping[str, LoadedRun]]) -> Iterator[str]:
 
 def _columns(runs: Sequence[LoadedRun]) -> Iterator[str]:
     rewards = [[step.metrics["reward/mean"] for step in run.steps] for run in runs]
-    whole = [run.steps[-1].ended_at - run.steps[0].started_at for run in runs]
-    yield told(whole, ".0f")
+    yield told([_whole_s(run) for run in runs], ".0f")
     yield told([fmean(seconds_of(run).values()) for run in runs], ".2f")
     yield told([fmean(one[-LAST:]) for one in rewards], ".3f")
     yield told([fmean(one) for one in rewards], ".3f")
@@ -191,29 +190,49 @@ def _columns(runs: Sequence[LoadedRun]) -> Iterator[str]:
 
 def picture(runs: Mapping[str, LoadedRun]) -> str:
     """Return an SVG of the arms of a seed: rewards over time, then the slots of each."""
-    seconds = max(run.steps[-1].ended_at - run.steps[0].started_at for run in runs.values())
-    parts = [("success, smoothed, over minutes: " + ", ".join(runs), _rewards(runs, seconds))]
+    seconds = max(map(_whole_s, runs.values()))
+    names = " ".join(f'<tspan fill="var(--{ARMS[arm]})">{arm}</tspan>' for arm in runs)
+    parts = [(f"success, smoothed, over minutes: {names}", _rewards(runs, seconds))]
+    seen: set[str] = set()
     for arm, run in runs.items():
-        began = run.steps[0].started_at
         with Reader(run.directory) as reader:
+            began = run.steps[0].started_at
             rows = slot_rows(reader, reader.steps(), began=began, seconds=seconds)
+        seen |= {shade for row in rows for *_, shade in row.states}
         colours = {name: name for name in SHADES}
-        parts.append(
-            (arm, timeline(rows, seconds=seconds, colours=colours, opacity=1.0, band=0.36))
-        )
-    colours_of_page = re.search(r":root \{.*?\n\}", template("report.html.j2"), re.DOTALL)
-    assert colours_of_page is not None
+        drawn = timeline(rows, seconds=seconds, colours=colours, opacity=1.0, band=0.36)
+        parts.append((f"{arm}: {len(run.steps)} steps in {_whole_s(run):.0f} s", drawn))
+    parts.append((_legend(seen), ""))
+    return _stacked(parts)
+
+
+def _whole_s(run: LoadedRun) -> float:
+    return run.steps[-1].ended_at - run.steps[0].started_at
+
+
+def _legend(shades: Collection[str]) -> str:
+    known = {name: words for name, words in SHADES.items() if name in shades}
+    squares = (f'<tspan fill="var(--{name})">■</tspan> {words}' for name, words in known.items())
+    return " &#160; ".join(squares) + " &#160; above a row: how busy the slot was"
+
+
+def _stacked(parts: Sequence[tuple[str, str]]) -> str:
+    """Return one SVG of a heading and a drawing each, with the colours of the report."""
+    colours = re.search(r":root \{.*?\n\}", template("report.html.j2"), re.DOTALL)
+    assert colours is not None
     shapes, top = [], 0
     for words, svg in parts:
-        box = re.match(r'<svg viewBox="0 0 (\d+) (\d+)"', svg)
-        assert box is not None
         shapes.append(f'<text x="12" y="{top + 16}" fill="var(--ink)">{words}</text>')
-        place = f'<svg y="{top + HEADING}" width="{box[1]}" height="{box[2]}"'
-        shapes.append(svg.replace("<svg", place, 1))
-        top += HEADING + int(box[2])
+        top += HEADING
+        if svg:
+            box = re.match(r'<svg viewBox="0 0 (\d+) (\d+)"', svg)
+            assert box is not None
+            place = f'<svg y="{top}" width="{box[1]}" height="{box[2]}"'
+            shapes.append(svg.replace("<svg", place, 1))
+            top += int(box[2])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}"'
-        f' font-family="sans-serif" font-size="13">\n<style>{colours_of_page[0]}</style>\n'
+        f' font-family="sans-serif" font-size="13">\n<style>{colours[0]}</style>\n'
         f'<rect width="{WIDTH}" height="{top}" fill="var(--card)"/>\n'
         + "\n".join(shapes)
         + "</svg>\n"
