@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
+from libra_cli.config.recipe import NodeSpec
 from libra_cli.core.costs.hindsight import (
     SharedStep,
     TrainingHindsight,
@@ -23,19 +25,24 @@ from libra_cli.core.run.observer import overhead_of
 from libra_cli.core.types import Plan
 from libra_cli.runtime.store.reader import Reader
 
+CROWDED = 0.33
+"""Share by which each further rank slows the others, where slots overlap on their host's cores and
+a run has trained with one number of ranks alone: measured on two cores that the three slots of the
+elastic recipe shared. Between 0 and 1, with which a second rank gains nothing, it is open."""
 MOST_TURNS, WINDOWS = 20_000, 20
 """Turns that prices are taken from at most, and the times of a longer run that they are of."""
 
 
 def hindsight(
-    reader: Reader, profile: Profile, plans: Sequence[Plan], *, shared: bool
+    reader: Reader, nodes: Sequence[NodeSpec], profile: Profile, plans: Sequence[Plan]
 ) -> tuple[Profile, ...]:
     """The profile with the prices that the run has shown, and the two between which it cannot tell:
     the cheapest and the dearest at a low load.
 
-    Servers are those of ``plans``, by all their turns, whatever they were for. ``shared``: slots
-    have cores, which all of them share, and no GPUs.
+    Servers are those of ``plans``, by all their turns, whatever they were for. Slots without GPUs
+    share the cores of their host.
     """
+    shared = not any(node.gpus for node in nodes)
     buckets = {slot: bucket for plan in plans for slot, bucket in plan.servers}
     degrees = {bucket.tensor_parallel: bucket for bucket in buckets.values()}
     turns = [turn for turn in _turns_of(reader) if turn.slot in buckets]
@@ -59,11 +66,18 @@ def hindsight(
     beside = max((one.beside for one in found.values()), default=0.0)
     taken = list(_shared_steps(reader, steps, turns))
     # A server that the trainer slows slows the trainer too, by as much at most.
-    guesses = (beside / 2, beside, 0.0)
+    crowded = CROWDED if _overlap(reader, nodes) else 0.0
+    guesses = (beside / 2, crowded), (beside, 0.0), (0.0, float(crowded > 0))
     return tuple(
-        _shared(replace(profile, servers=one), beside, training_hindsight(taken, guess))
+        _shared(replace(profile, servers=one), beside, training_hindsight(taken, *guess))
         for one, guess in zip(laws, guesses, strict=True)
     )
+
+
+def _overlap(reader: Reader, nodes: Sequence[NodeSpec]) -> bool:
+    """Whether a host has fewer cores than its slots need, so that ranks wait for one another."""
+    cpus = {row.node: row.facts.get("cpus") for row in reader.nodes()}
+    return any(node.num_slots * (node.cores or 1) > (cpus.get(node.name) or inf) for node in nodes)
 
 
 def _shared(profile: Profile, beside: float, training: TrainingHindsight) -> Profile:

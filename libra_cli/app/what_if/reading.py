@@ -89,8 +89,7 @@ def known_of(reader: Reader, *, every: int = 1) -> Known:
     extremes: tuple[Profile, ...] = ()
     if choice.origin == OWN_PRICES:
         plans = [*(one.plan for one in run.plans), observation.plan]
-        shared = not any(node.gpus for node in recipe.nodes)
-        profile, *others = hindsight(reader, profile, plans, shared=shared)
+        profile, *others = hindsight(reader, recipe.nodes, profile, plans)
         extremes = tuple(others)
     known = Known(
         run_dir=reader.run_dir,

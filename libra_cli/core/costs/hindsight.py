@@ -6,7 +6,7 @@ and ``beside`` seconds of it during which the trainer worked on the same cores::
 
     seconds of the turn = g (a + b mean B + c mean K) + p fresh + r requests + k beside
 
-by least squares of relative errors in which no price is below 0. A token takes 1 / (1 - k) times as
+by least squares of errors relative to what is expected, in which no price is below 0. A token takes 1 / (1 - k) times as
 long while the trainer works.
 
 What a step costs whatever is in it (a) is told from what a sequence costs (b) by turns at different
@@ -45,6 +45,9 @@ STEP_PULL, STEP_PARTS = 0.1, (0.15, 0.85)
 steps; chosen."""
 MOST_BESIDE = 2 / 3
 """Largest k, with which everything takes three times as long: a core is shared by three. Chosen."""
+ROUNDS, OUTLIER = 4, 8.0
+"""Fits, each relative to what the one before expected; and times what is expected, beyond which a
+time counts as that much. Chosen."""
 Z = 1.96
 """Standard errors in half of a 95 % interval."""
 
@@ -73,8 +76,13 @@ def server_hindsight(
         return ServerHindsight(prior, prior, prior, 0.0)
     rows, most = _amounts(turns, training)
     seconds = np.array([turn.ended - turn.began for turn in turns])
-    data = _Data.of(rows / seconds[:, None])
-    middle = data.prices(0.5)
+    expected = seconds
+    for _ in range(ROUNDS):
+        # By the seconds themselves, those that a stall made long would count for nothing.
+        counted = np.clip(seconds / expected, 1 / OUTLIER, OUTLIER)
+        data = _Data.of(rows / expected[:, None], counted)
+        middle = data.prices(0.5)
+        expected = np.maximum(rows @ np.array(middle), seconds / (10 * OUTLIER))
     fixed = data.fixed(middle)
     without = [data.fixed(data.without(slice_).prices(0.5)) for slice_ in range(SLICES)]
     mean = sum(without) / SLICES
@@ -122,9 +130,11 @@ class TrainingHindsight:
     rank_slowdown: float
 
 
-def training_hindsight(steps: Sequence[SharedStep], beside: float) -> TrainingHindsight:
+def training_hindsight(
+    steps: Sequence[SharedStep], beside: float, crowded: float
+) -> TrainingHindsight:
     """The prices of steps of one trainer, where ``beside`` is assumed of k as far as they do not
-    tell it; ValueError without any."""
+    tell it, and of one number of ranks ``crowded`` of q / t; ValueError without any."""
     import numpy as np
 
     if not steps:
@@ -139,17 +149,24 @@ def training_hindsight(steps: Sequence[SharedStep], beside: float) -> TrainingHi
         tokens * (1 - 1 / ranks) * several,
         np.array([step.beside_s for step in steps]),
     )
-    rows = np.array(columns).T / seconds[:, None]
+    rows = np.array(columns).T
     # Prices such that each alone explains the mean step, so that the pull is the same on all.
-    units = 1 / np.maximum(rows.mean(axis=0), 1e-12)
+    units = seconds.mean() / np.maximum(rows.mean(axis=0), 1e-12)
     pull = np.sqrt(STEP_PULL) * np.eye(len(columns))
-    matrix = np.vstack([rows * units, pull])
     parts = np.array([*(part * (1 - beside) for part in STEP_PARTS), 0.0, beside / units[3]])
-    right = np.append(np.ones(len(steps)), pull @ parts)
-    found = np.array(non_negative_least_squares(matrix, right)) * units
+    expected = seconds
+    for _ in range(ROUNDS):
+        counted = np.clip(seconds / expected, 1 / OUTLIER, OUTLIER)
+        matrix = np.vstack([rows / expected[:, None] * units, pull])
+        fitted = non_negative_least_squares(matrix, np.append(counted, pull @ parts))
+        found = np.array(fitted) * units
+        expected = np.maximum(rows @ found, seconds / (10 * OUTLIER))
     step_s, token_s, crowded_s, k = map(float, found)
     token_s = max(token_s, 1e-12)
-    return TrainingHindsight(step_s, token_s, slowdown_of(k), crowded_s / token_s)
+    if several:
+        return TrainingHindsight(step_s, token_s, slowdown_of(k), crowded_s / token_s)
+    token_s /= 1 + crowded * (steps[0].ranks - 1)
+    return TrainingHindsight(step_s, token_s, slowdown_of(k), crowded)
 
 
 def slowdown_of(beside: float) -> float:
@@ -178,35 +195,38 @@ def busy_between(turns: Sequence[PlayedTurn], spans: Sequence[Span]) -> list[Sec
 
 @dataclass(frozen=True, slots=True)
 class _Data:
-    """Sums over the turns of each slice: of the products of two columns, and of each column.
+    """Sums over the turns of each slice: of the products of two columns, and of each column with
+    the seconds.
 
-    Columns are amounts a second of the turn's time. ``load`` are the mean requests and KV tokens of
-    a generated token.
+    Columns and seconds are relative to the seconds expected of the turn. ``load`` are the mean
+    requests and KV tokens of a generated token, ``scale`` the seconds for each.
     """
 
     squares: Any
-    sums: Any
+    products: Any
     number: Any
     load: tuple[float, float]
+    scale: float
 
     @classmethod
-    def of(cls, rows: Any) -> _Data:
+    def of(cls, rows: Any, seconds: Any) -> _Data:
         import numpy as np
 
-        parts = np.array_split(rows, SLICES)
+        parts = list(zip(np.array_split(rows, SLICES), np.array_split(seconds, SLICES), strict=True))
         generated = max(float(rows[:, 0].sum()), 1e-12)
         return cls(
-            np.array([part.T @ part for part in parts]),
-            np.array([part.sum(axis=0) for part in parts]),
-            np.array([len(part) for part in parts]),
+            np.array([part.T @ part for part, _ in parts]),
+            np.array([part.T @ took for part, took in parts]),
+            np.array([len(part) for part, _ in parts]),
             (float(rows[:, 1].sum()) / generated, float(rows[:, 2].sum()) / generated),
+            float(seconds.sum()) / generated,
         )
 
     def without(self, left_out: int) -> _Data:
         """Return the same without a slice."""
         keep = [one for one in range(SLICES) if one != left_out]
         return replace(
-            self, squares=self.squares[keep], sums=self.sums[keep], number=self.number[keep]
+            self, squares=self.squares[keep], products=self.products[keep], number=self.number[keep]
         )
 
     def prices(self, fixed: float) -> tuple[float, ...]:
@@ -214,7 +234,7 @@ class _Data:
         import numpy as np
 
         running, held = self.load
-        scale = self.number.sum() / max(float(self.sums.sum(axis=0)[0]), 1e-12)
+        scale = self.scale
         parts = (fixed, (1 - fixed) * (1 - KV_PART), (1 - fixed) * KV_PART)
         assumed = np.array([parts[0], parts[1] / max(running, 1e-9), parts[2] / max(held, 1e-9)])
         assumed = np.append(assumed * scale, [0.0, 0.0, 0.0])
@@ -225,7 +245,7 @@ class _Data:
         squares = self.squares.sum(axis=0) * np.outer(units, units)
         pull = PULL * self.number.sum() * (squares[0, 0] / self.number.sum())
         lower = np.linalg.cholesky(squares + pull * np.eye(len(units)))
-        right = self.sums.sum(axis=0) * units + pull * assumed / units
+        right = self.products.sum(axis=0) * units + pull * assumed / units
         found = non_negative_least_squares(lower.T, np.linalg.solve(lower, right))
         return tuple(float(price) for price in np.array(found) * units)
 

@@ -20,10 +20,11 @@ from libra_cli.app.what_if.reading import WhatIfError, known_of, usual_bound
 from libra_cli.app.what_if.trials import Trials
 from libra_cli.cli.main import app
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.records import DecisionRecord, RegretRecord
+from libra_cli.core.records import DecisionRecord, NodeRecord, RegretRecord
 from libra_cli.report.html.run_report import report_page
 from libra_cli.report.status.summary import summary, to_json
 from libra_cli.report.status.what_if import WhatIfResult
+from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.sim.played_run import Pace
 from libra_cli.sim.profiles import load_profile
@@ -282,6 +283,21 @@ def test_without_time_nothing_is_simulated(wrong: Path, monkeypatch: pytest.Monk
     certify(wrong)
     assert "too few to simulate" in kept(wrong).text
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(("cpus", "slowdowns"), [(2, [0.33, 0.0, 1.0]), (4, [0.0, 0.0, 0.0])])
+def test_what_further_ranks_gain_is_open_where_slots_overlap_on_cores(
+    wrong: Path, tmp_path: Path, cpus: int, slowdowns: list[float]
+) -> None:
+    """It has four slots, and trained with three ranks from start to end."""
+    run_dir = Path(shutil.copytree(wrong, tmp_path / "run"))
+    with Journal(run_dir) as journal:
+        facts = json.dumps({"cpus": cpus})
+        journal.save(NodeRecord("local", "local", "ready", 0.0, facts, ""))
+    with Reader(run_dir) as reader:
+        known = known_of(reader)
+    profiles = (known.profile, *known.extremes)
+    assert [one.surroundings.rank_slowdown for one in profiles] == slowdowns
 
 
 # -- older runs, and the command -------------------------------------------------------------------

@@ -85,24 +85,26 @@ def steps(ranks: tuple[int, ...], *, slow: float, crowded: float) -> list[Shared
 
 
 def test_ranks_that_share_cores_slow_one_another_and_servers_slow_them() -> None:
-    found = training_hindsight(steps((1,) * 20 + (2,) * 20, slow=1.6, crowded=0.5), 0.0)
+    found = training_hindsight(steps((1,) * 20 + (2,) * 20, slow=1.6, crowded=0.5), 0.0, 0.0)
     assert found.slowdown == pytest.approx(1.6, rel=0.05)
     assert found.rank_slowdown == pytest.approx(0.5, abs=0.05)
     assert found.token_s == pytest.approx(1e-4, rel=0.05)
 
 
-def test_of_one_number_of_ranks_nothing_is_said_of_others() -> None:
-    found = training_hindsight(steps((2,) * 20, slow=1.6, crowded=0.5), 0.0)
-    assert found.rank_slowdown == 0.0
+@pytest.mark.parametrize("crowded", [0.0, 0.5])
+def test_of_one_number_of_ranks_what_is_assumed_of_others_changes_nothing(crowded: float) -> None:
+    found = training_hindsight(steps((2,) * 20, slow=1.6, crowded=0.5), 0.0, crowded)
+    assert found.rank_slowdown == crowded
     assert found.slowdown == pytest.approx(1.6, rel=0.05)
+    assert found.token_s * (1 + crowded) == pytest.approx(1.5e-4, rel=0.05)
 
 
 def test_steps_that_servers_always_worked_beside_are_as_slow_as_is_assumed() -> None:
     alike = [SharedStep(0.6, 5000.0, 1, 0.6)] * 20
-    assert training_hindsight(alike, 0.5).slowdown > 1.5
-    assert training_hindsight(alike, 0.0).slowdown < 1.1
+    assert training_hindsight(alike, 0.5, 0.0).slowdown > 1.5
+    assert training_hindsight(alike, 0.0, 0.0).slowdown < 1.1
     with pytest.raises(ValueError, match="no step"):
-        training_hindsight([], 0.0)
+        training_hindsight([], 0.0, 0.0)
 
 
 def test_servers_are_busy_while_any_of_them_has_a_turn() -> None:
