@@ -6,8 +6,8 @@ and ``beside`` seconds of it during which the trainer worked on the same cores::
 
     seconds of the turn = g (a + b mean B + c mean K) + p fresh + r requests + k beside
 
-by least squares of errors relative to what is expected, in which no price is below 0. A token takes 1 / (1 - k) times as
-long while the trainer works.
+by least squares of errors relative to what is expected, in which no price is below 0. A token takes
+1 / (1 - k) times as long while the trainer works.
 
 What a step costs whatever is in it (a) is told from what a sequence costs (b) by turns at different
 loads alone. A server that was full all the time has a few: as it fills in the first step and runs
@@ -45,9 +45,9 @@ STEP_PULL, STEP_PARTS = 0.1, (0.15, 0.85)
 steps; chosen."""
 MOST_BESIDE = 2 / 3
 """Largest k, with which everything takes three times as long: a core is shared by three. Chosen."""
-ROUNDS, OUTLIER = 4, 8.0
-"""Fits, each relative to what the one before expected; and times what is expected, beyond which a
-time counts as that much. Chosen."""
+ROUNDS, OUTLIER = 3, 8.0
+"""Further fits, each relative to what the one before expected; and times what is expected, beyond
+which a time counts as that much. Chosen."""
 Z = 1.96
 """Standard errors in half of a 95 % interval."""
 
@@ -76,13 +76,11 @@ def server_hindsight(
         return ServerHindsight(prior, prior, prior, 0.0)
     rows, most = _amounts(turns, training)
     seconds = np.array([turn.ended - turn.began for turn in turns])
-    expected = seconds
+    data = _Data.of(rows, seconds, seconds)
     for _ in range(ROUNDS):
         # By the seconds themselves, those that a stall made long would count for nothing.
-        counted = np.clip(seconds / expected, 1 / OUTLIER, OUTLIER)
-        data = _Data.of(rows / expected[:, None], counted)
-        middle = data.prices(0.5)
-        expected = np.maximum(rows @ np.array(middle), seconds / (10 * OUTLIER))
+        data = _Data.of(rows, seconds, rows @ np.array(data.prices(0.5)))
+    middle = data.prices(0.5)
     fixed = data.fixed(middle)
     without = [data.fixed(data.without(slice_).prices(0.5)) for slice_ in range(SLICES)]
     mean = sum(without) / SLICES
@@ -154,13 +152,13 @@ def training_hindsight(
     units = seconds.mean() / np.maximum(rows.mean(axis=0), 1e-12)
     pull = np.sqrt(STEP_PULL) * np.eye(len(columns))
     parts = np.array([*(part * (1 - beside) for part in STEP_PARTS), 0.0, beside / units[3]])
-    expected = seconds
-    for _ in range(ROUNDS):
-        counted = np.clip(seconds / expected, 1 / OUTLIER, OUTLIER)
-        matrix = np.vstack([rows / expected[:, None] * units, pull])
+    found, expected = units, seconds
+    for _ in range(ROUNDS + 1):
+        relative, counted = _relative(rows, seconds, expected)
+        matrix = np.vstack([relative * units, pull])
         fitted = non_negative_least_squares(matrix, np.append(counted, pull @ parts))
         found = np.array(fitted) * units
-        expected = np.maximum(rows @ found, seconds / (10 * OUTLIER))
+        expected = rows @ found
     step_s, token_s, crowded_s, k = map(float, found)
     token_s = max(token_s, 1e-12)
     if several:
@@ -209,10 +207,13 @@ class _Data:
     scale: float
 
     @classmethod
-    def of(cls, rows: Any, seconds: Any) -> _Data:
+    def of(cls, rows: Any, seconds: Any, expected: Any) -> _Data:
         import numpy as np
 
-        parts = list(zip(np.array_split(rows, SLICES), np.array_split(seconds, SLICES), strict=True))
+        rows, seconds = _relative(rows, seconds, expected)
+        parts = list(
+            zip(np.array_split(rows, SLICES), np.array_split(seconds, SLICES), strict=True)
+        )
         generated = max(float(rows[:, 0].sum()), 1e-12)
         return cls(
             np.array([part.T @ part for part, _ in parts]),
@@ -266,6 +267,14 @@ class _Data:
             rest = (1 - fixed) * step_s / other
             spread = (0.0, prices[1] * rest, prices[2] * rest)
         return (fixed * step_s, *spread[1:], *prices[3:])
+
+
+def _relative(rows: Any, seconds: Any, expected: Any) -> tuple[Any, Any]:
+    """Return both for each second expected; seconds far from these count as ``OUTLIER`` times."""
+    import numpy as np
+
+    expected = np.maximum(expected, seconds / (10 * OUTLIER))
+    return rows / expected[:, None], np.clip(seconds / expected, 1 / OUTLIER, OUTLIER)
 
 
 def _amounts(turns: Sequence[PlayedTurn], training: Sequence[Span]) -> tuple[Any, float]:
