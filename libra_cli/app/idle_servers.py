@@ -67,7 +67,7 @@ class PlannedRun:
         if written is None:
             return ()
         seats, sizes = seats_of(recipe), {node.name: node.gpus for node in recipe.nodes}
-        idle = (IdleServers(sizes[name], 1, seats, one.rollout) for name, one in shares.items())
+        idle = (IdleServers.on(one, sizes[name], 1, seats) for name, one in shares.items())
         shared = replace(layout, workers=(), idle=tuple(idle))
         try:
             search = Search(profile, workload, planner.space.gpus, planner.settings)

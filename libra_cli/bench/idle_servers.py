@@ -33,7 +33,7 @@ def with_idle_servers(
     for degree, number in sizes.items():
         shares = shares_that_fit(profile, degree, layout.training_gpus, longest)
         if shares is not None:
-            idle.append(IdleServers(degree, number, DEFAULT_SEATS, shares.rollout))
+            idle.append(IdleServers.on(shares, degree, number, DEFAULT_SEATS))
     return replace(layout, idle=tuple(idle)) if idle else None
 
 
@@ -48,7 +48,7 @@ def placed_beside(
     beside, servers, nodes = [], [], []
     for slot in taken:
         one = shares[len(slot.gpus)]
-        share = {"rollout": one.memory, "train": 0.9 - one.memory, "serve": "when-idle"}
+        share = {"rollout": one.memory, "train": one.ranks, "serve": "when-idle"}
         name = f"{slot.node}/{_PART}"
         beside.append(Slot(name, slot.node, slot.gpus, Pool.ROLLOUT))
         servers.append((name, Bucket(BESIDE, one.tensor_parallel, one.max_num_seqs, longest)))
@@ -63,3 +63,11 @@ def believed_law(profile: Profile, layout: Layout, bucket: Bucket) -> ServerLaw:
     if bucket.name == BESIDE:
         sharing = profile.sharing(bucket.tensor_parallel, shares[bucket.tensor_parallel])
     return sharing or server_law(profile, bucket)
+
+
+def shared_profile(profile: Profile, layout: Layout) -> Profile:
+    """The prices where ranks have what the layout's idle servers leave of their GPUs."""
+    if not layout.idle:
+        return profile
+    least = min(one.ranks for one in layout.idle)
+    return replace(profile, training=profile.training.within(least))

@@ -16,7 +16,7 @@ from libra_cli.bench.bounds import ServerShape, least_makespan
 from libra_cli.bench.clairvoyance import TOLD, OraclePlanner, ScheduledLayouts
 from libra_cli.bench.conditions import MAX_LEN, STALENESS
 from libra_cli.bench.contenders import Future, contender
-from libra_cli.bench.idle_servers import believed_law, placed_beside
+from libra_cli.bench.idle_servers import believed_law, placed_beside, shared_profile
 from libra_cli.bench.regret_causes import PlannedStep, planned_steps
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
@@ -284,7 +284,7 @@ def _scene(job: Job, layout: Layout, space: GpuPlacement) -> SimConfig:
         }
     )
     scene = priced_scene(
-        job.profile,
+        shared_profile(job.profile, layout),
         guess_of=partial(believed_law, job.believed, layout),
         decay=job.decay,
         switch_s=SWITCH_S if layout.colocated else 0.0,

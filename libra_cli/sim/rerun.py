@@ -18,6 +18,7 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.server import guessed_cost
+from libra_cli.core.launch.shares import serving_when_idle
 from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.scheduling.policy import POLICIES
 from libra_cli.core.types import Seconds
@@ -73,8 +74,12 @@ def rerun(given: RunConditions, groups: Iterator[tuple[RecordedEpisode, ...]]) -
     Raises:
         LibraError: the simulated run cannot go on.
     """
-    first = given.plans[0]
-    scene = priced_scene(given.profile, guess_of=guessed_cost)(
+    first, profile = given.plans[0], given.profile
+    shares = serving_when_idle(given.recipe.nodes, first.slots)
+    if shares:
+        least = min(share.train for share in shares.values())
+        profile = replace(profile, training=profile.training.within(least))
+    scene = priced_scene(profile, guess_of=guessed_cost)(
         recipe=_recipe(given), plan=first.plan, slots=first.slots
     )
     policy = find(POLICIES, given.recipe.scheduler.policy)()

@@ -305,6 +305,11 @@ class TrainingCost:
         fitting = (n for n in degrees if self._shared_gib(shards, longest, n) <= usable)
         return next(fitting, degrees[-1])
 
+    def within(self, memory: float) -> TrainingCost:
+        """Return the cost of ranks that have this share of each GPU's memory: where a host's cannot
+        hold a replica so, all ranks share one."""
+        return replace(self, facts=replace(self.facts, usable_share=memory))
+
     @property
     def of_worker(self) -> TrainingCost:
         """The cost of a gradient worker, whose GPUs hold no moments."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import ceil
 
 from libra_cli.config.recipe import ShareSpec
 from libra_cli.core.costs.law import ServerLaw
@@ -32,11 +31,11 @@ from libra_cli.core.workload import Workload
 
 SHARE_STEP = 0.01
 """What shares of a GPU's memory are rounded to."""
-LEAST_CONTEXTS = 16
-"""Longest trajectories that the KV cache of such a server holds at least. In a smaller one contexts
-drive each other out between turns, and each turn computes its own again: simulated beside 16 ranks
-(tau2bench, bound 1, 24 A800, one seed) throughput changed by -20 % where it held 1.7 of them, by
-+1 and -1 % at 5 and 10, and by +8 % at 17, 34 and 68. Chosen of these."""
+CONTEXTS = 20
+"""Longest trajectories that the KV cache of such a server holds. In a smaller one contexts drive
+each other out between turns, and each turn computes its own again: simulated beside 16 ranks
+(tau2bench, bound 1, 24 A800, 6 steps) throughput changed by -12 and -8 % (two seeds) where it held
+1.7 of them, by +6 and -3 % at 8.5, and by +13 and +6 % at 17, 34 and 68 alike. Chosen of these."""
 HALVINGS = 8
 """Halvings of the share of a step: it is known to a 256th."""
 
@@ -44,19 +43,25 @@ HALVINGS = 8
 @dataclass(frozen=True, slots=True)
 class IdleServers:
     """``number`` servers with ``tensor_parallel`` of the trainer's GPUs each, which take requests
-    while it waits; ``memory`` is the share of each GPU's memory that one has."""
+    while it waits; of each GPU's memory one has the share ``memory``, and the rank ``ranks``."""
 
     tensor_parallel: int
     number: int
     max_num_seqs: int
     memory: float
+    ranks: float
+
+    @classmethod
+    def on(cls, share: ShareSpec, degree: int, number: int, seats: int) -> IdleServers:
+        """Return so many servers with these shares of ``degree`` GPUs each."""
+        return cls(degree, number, seats, share.rollout, share.train)
 
 
 def idle_servers(plan: Plan, shares: Mapping[SlotId, ShareSpec]) -> tuple[IdleServers, ...]:
     """Return the servers of the plan on the slots that have ``shares``, those that are alike as
     one."""
     found = Counter(
-        IdleServers(one.tensor_parallel, 1, one.max_num_seqs, shares[slot].rollout)
+        IdleServers.on(shares[slot], one.tensor_parallel, 1, one.max_num_seqs)
         for slot, one in plan.servers
         if slot in shares
     )
@@ -64,20 +69,23 @@ def idle_servers(plan: Plan, shares: Mapping[SlotId, ShareSpec]) -> tuple[IdleSe
 
 
 def shares_that_fit(profile: Profile, degree: int, ranks: int, longest: Tokens) -> ShareSpec | None:
-    """Return the shares of ``degree`` GPUs, all of the trainer's ``ranks``, with which a server has
-    what the ranks need not, in steps of ``SHARE_STEP``; None where that does not hold
-    ``LEAST_CONTEXTS`` of the longest trajectory, or how much memory there is nobody knows."""
+    """Return the shares of ``degree`` GPUs, all of the trainer's ``ranks``, in steps of
+    ``SHARE_STEP``: a server gets what ``CONTEXTS`` of the longest trajectory need, and the ranks
+    the rest; None where they do not fit there, or how much memory there is nobody knows."""
     facts = profile.facts
     if facts.gpu_gib >= UNCHECKED_GIB:
         return None
-    need = profile.training.memory_gib(ranks, longest) / facts.gpu_gib
-    train = ceil(need / SHARE_STEP)
-    rollout = int(facts.usable_share / SHARE_STEP + 1e-9) - train
-    law = profile.sharing(degree, rollout * SHARE_STEP)
-    if law is None or law.kv_tokens < LEAST_CONTEXTS * longest:
-        return None
-    parts = (round(steps * SHARE_STEP, 2) for steps in (rollout, train))
-    return ShareSpec(**dict(zip(("rollout", "train"), parts, strict=True)), serve="when-idle")
+    most = int(facts.usable_share / SHARE_STEP + 1e-9)
+    for steps in range(1, most):
+        law = profile.sharing(degree, steps * SHARE_STEP)
+        if law is None or law.kv_tokens < CONTEXTS * longest:
+            continue
+        train = (most - steps) * SHARE_STEP
+        if profile.training.within(train).memory_gib(ranks, longest) > train * facts.gpu_gib:
+            return None
+        rollout, train = round(steps * SHARE_STEP, 2), round(train, 2)
+        return ShareSpec(rollout=rollout, train=train, serve="when-idle")
+    return None
 
 
 @dataclass(frozen=True, slots=True)

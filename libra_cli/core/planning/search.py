@@ -223,13 +223,13 @@ class Search:
         self.workload = workload
         self._longest = max(sample.generated for sample in workload.samples)
         self._settings = settings
-        self._profile = profile
+        self._profile, self._ended = profile, ended or workload
         servers = {
             degree: cost
             for degree, cost in profile.servers.items()
             if degree in settings.shapes and profile.serves(degree)
         }
-        self.training = TrainingTable(profile.training, ended or workload, gpus)
+        self.training = TrainingTable(profile.training, self._ended, gpus)
         left = [self.training.best(spare) for spare in range(gpus + 1)]
         self.table = RolloutTable(
             servers,
@@ -263,10 +263,18 @@ class Search:
         """Seconds of the halves of any layout; infinity where a half does not fit."""
         if not self.training.fits(layout.training_gpus):
             return self._times(self.rollout_s(layout.buckets, 0.0), inf)
-        train_s = self.training.seconds(layout.training_gpus, layout.workers)
+        train_s = self.train_s(layout)
         times = self._times(self.rollout_s(self.serving(layout, train_s), train_s), train_s)
         in_turn = times.in_turn or layout.colocated or not layout.buckets
         return replace(times, in_turn=in_turn)
+
+    def train_s(self, layout: Layout) -> Seconds:
+        """Seconds of training a step, by ranks that have what servers leave of their GPUs."""
+        training = self.training
+        if layout.idle:
+            least = min(one.ranks for one in layout.idle)
+            training = TrainingTable(self._profile.training.within(least), self._ended, 0)
+        return training.seconds(layout.training_gpus, layout.workers)
 
     def serving(self, layout: Layout, train_s: Seconds) -> tuple[PlannedBucket, ...]:
         """The layout's servers beside so long a training step, with what those are worth that take
@@ -297,7 +305,7 @@ class Search:
         if not self.training.fits(layout.training_gpus):
             words = f"each of {layout.training_gpus} ranks would need {plan.memory_gib:.0f} GiB"
             return Binding(Constraint.TRAINER_MEMORY, words)
-        train_s = self.training.seconds(layout.training_gpus, layout.workers)
+        train_s = self.train_s(layout)
         if self.rollout_s(self.serving(layout, train_s), train_s) >= train_s:
             return self._binding_of_rollout(layout)
         base = layout.training_gpus - sum(layout.workers)
@@ -341,7 +349,7 @@ class Search:
 
     def _binding_of_rollout(self, layout: Layout) -> Binding:
         """More GPUs would help, unless one trajectory or the rule binds; training may need all."""
-        train_s = self.training.seconds(layout.training_gpus, layout.workers)
+        train_s = self.train_s(layout)
         found = self.table.binding(self.serving(layout, train_s), train_s)
         fewer = layout.training_gpus - 1
         if (

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.launch.placement import initial_plan, slots_of
-from libra_cli.core.planning.idle_servers import LEAST_CONTEXTS, IdleServers, shares_that_fit
+from libra_cli.core.planning.idle_servers import CONTEXTS, IdleServers, shares_that_fit
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
@@ -36,7 +36,7 @@ def layout(servers: int, training: int, *idle: IdleServers) -> Layout:
 
 
 def beside(number: int = 2, memory: float = WHOLE) -> IdleServers:
-    return IdleServers(8, number, 128, memory)
+    return IdleServers(8, number, 128, memory, WHOLE)
 
 
 def search(workload: Workload) -> Search:
@@ -92,12 +92,14 @@ def test_shares_hold_the_ranks_and_the_longest_trajectory() -> None:
     found = shares_that_fit(PROFILE, 8, 12, 20_000)
     assert found is not None
     facts = PROFILE.facts
-    assert found.train * facts.gpu_gib >= PROFILE.training.memory_gib(12, 20_000)
+    ranks = PROFILE.training.within(found.train)
+    assert found.train * facts.gpu_gib >= ranks.memory_gib(12, 20_000)
     assert found.rollout + found.train <= WHOLE + 1e-9
     law = PROFILE.sharing(8, found.rollout)
     assert law is not None
-    assert LEAST_CONTEXTS * 20_000 <= law.kv_tokens < PROFILE.servers[8].kv_tokens
-    assert shares_that_fit(PROFILE, 8, 16, 20_000) is None, "contexts would drive each other out"
+    assert CONTEXTS * 20_000 <= law.kv_tokens < PROFILE.servers[8].kv_tokens
+    assert shares_that_fit(PROFILE, 8, 8, 25_000) is None, "a replica on eight leaves too little"
+    assert shares_that_fit(PROFILE, 8, 16, 25_000) is not None, "one on all sixteen does not"
     assert shares_that_fit(PROFILE, 8, 8, 40_000) is None, "the ranks leave nothing"
     unknown = replace(PROFILE.training, facts=replace(facts, gpu_gib=1e9))
     assert shares_that_fit(replace(PROFILE, training=unknown), 8, 16, 20_000) is None
@@ -118,5 +120,5 @@ def test_a_recipe_s_plan_knows_which_of_its_servers_wait_for_the_trainer() -> No
     )
     found = RecipePlacement(recipe).layout_of(initial_plan(recipe), slots_of(recipe))
     assert (found.rollout_gpus, found.training_gpus, found.servers) == (8, 16, {8: 1})
-    assert found.idle == (IdleServers(8, 2, 64, 0.3),)
+    assert found.idle == (IdleServers(8, 2, 64, 0.3, 0.6),)
     assert str(found).endswith("training 16, 2 x TP 8 there while it waits")
