@@ -6,9 +6,9 @@
 there (``core.token_worth``). Another bound is taken if its time for what a token teaches is less by
 at least ``min_gain`` even with the worth at the lower end of its interval, as an error of ``Z``
 standard deviations has it. It is at most one notch of the recipe's bounds above the present one, so
-worth is extrapolated no further than that. The bound goes down a notch at any price where age puts
-the two policies further apart than ``core.warnings`` lets pass (``ROLLOUT_KL``, ``EFFECTIVE``), and
-does not rise to where it is expected to.
+worth is extrapolated no further than that. The bound goes down a notch at any price, to 1 at
+least, where age puts the two policies further apart than ``core.warnings`` lets pass
+(``ROLLOUT_KL``, ``EFFECTIVE``), and does not rise to where it is expected to.
 
 Limit: as good as the prices, of which only those of the present bound are corrected by what was
 measured. A gain that does not come is kept until another bound promises more. At a bound of 0 all
@@ -29,6 +29,9 @@ from libra_cli.core.types import Seconds
 from libra_cli.core.warnings.rules import EFFECTIVE, ROLLOUT_KL
 from libra_cli.core.workload import Workload
 
+LEAST_FORCED = 1
+"""The bound below which only a gain leads: at 0 the halves take turns, for twice as long or so, and
+a version that alone moves the policy too far is as large there."""
 LEAST = 3
 """Steps that have to tell what old tokens are worth before the bound is changed. Chosen."""
 
@@ -64,16 +67,21 @@ def chosen_bound(
     if len(evidence.steps) < LEAST:
         told = f"{len(evidence.steps)} of {LEAST} steps have told what old tokens are worth"
         return BoundChoice(today, today, None, told)
-    lower = [one for one in others if one.bound < today.bound]
+    lower = [one for one in others if LEAST_FORCED <= one.bound < today.bound]
     if lower and (why := _too_far(evidence, evidence.bound)):
         return BoundChoice(today, max(lower, key=lambda one: one.bound), today, why)
-    best = min(others, key=lambda one: one.step_s / one.low)
+    refused = {
+        one.bound: _too_far(evidence, one.bound) for one in others if one.bound > today.bound
+    }
+    allowed = [one for one in others if not refused.get(one.bound)]
+    if not allowed:
+        why = "; ".join(f"bound {bound}: {words}" for bound, words in refused.items())
+        return BoundChoice(today, today, None, why)
+    best = min(allowed, key=lambda one: one.step_s / one.low)
     gain = 1 - (best.step_s / best.low) / today.effective_s
-    why = "" if gain >= min_gain else f"at least {gain:+.1%} less time is below {min_gain:.0%}"
-    if not why and best.bound > today.bound:
-        why = _too_far(evidence, best.bound)
-    if why:
-        return BoundChoice(today, today, best, f"bound {best.bound}: {why}")
+    if gain < min_gain:
+        why = f"bound {best.bound}: at least {gain:+.1%} less time is below {min_gain:.0%}"
+        return BoundChoice(today, today, best, "; ".join(filter(None, (why, *refused.values()))))
     return BoundChoice(
         today, best, today, f"at least {gain:.0%} less time for what a token teaches"
     )

@@ -121,6 +121,12 @@ def test_a_policy_too_far_off_lowers_the_bound_at_any_price() -> None:
     assert "0.11 nats a token of rollout_kl" in lowered.why
 
 
+def test_no_bound_is_forced_to_where_the_halves_take_turns() -> None:
+    known = evidence(*[step(0.0, 1, kl=3 * ROLLOUT_KL)] * 5, bound=1)
+    assert choose(known, b0=200, b1=100, b2=10).chosen.bound == 1
+    assert choose(known, b0=80, b1=100, b2=10).chosen.bound == 0
+
+
 def test_what_servers_compute_differently_is_no_reason_to_lower_the_bound() -> None:
     ages = ((0, 10), (1, 200), (2, 600), (3, 200))
     gap = StepWorth(tuple(AgeWorth(age, n, 0.2, 3 * ROLLOUT_KL) for age, n in ages))
