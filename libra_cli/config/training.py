@@ -367,8 +367,9 @@ class TrainingSpec(Section):
         elif self.sampler_correction == "none":
             yield Problem(
                 ("staleness", "sampler_correction"),
-                "is auto, which goes by the importance weights of old tokens, and "
-                "training.sampler_correction: none gives them none: leave that out, or name a rule",
+                "is auto, which takes old tokens to be weighted by the ratio of probabilities, and "
+                "training.sampler_correction: none leaves them as they are: leave that out, or "
+                "name a rule",
             )
 
     def _not_compiled(self) -> Iterator[Problem]:

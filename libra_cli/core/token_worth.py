@@ -1,10 +1,11 @@
 """What a generated token is worth by its age, as steps report it, and what it would be when older.
 
 A trainer tells, for the tokens of a step that were as many versions behind, how many there were and
-the share of them that weighted ones are worth: with the weights w that the loss gives n of them,
-(sum of w)^2 / (n sum of w^2), the effective sample size (Kong 1992, Kish 1965). A token that
-``sampler_correction`` masks weighs 0, so the share that is masked is in it. It falls with the age
-a, in versions, as ::
+the share of them that weighted ones are worth: with the ratios w of trainer to rollout probability
+of n of them, (sum of w)^2 / (n sum of w^2), the effective sample size (Kong 1992, Kish 1965). The
+ratios are before any bound: with those that ``token_mask`` leaves, ten steps of two live runs whose
+reward fell still told 94 and 99 %, and before the bound 69 and 94 %. It falls with the age a, in
+versions, as ::
 
     worth(a) = worth(0) exp(-decay a)
 
@@ -40,7 +41,7 @@ the effective share is exp(-2 KL)."""
 SPREAD = 0.02
 """The standard deviation of the decay over runs, as far as the same runs tell it."""
 LEAST_WORTH = 1e-6
-"""What a token is worth of an age at which all are masked."""
+"""What a token is taken to be worth at least. Chosen."""
 
 
 @dataclass(frozen=True, slots=True)

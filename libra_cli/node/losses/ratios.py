@@ -86,19 +86,18 @@ def rollout_sums(inputs: LossInputs) -> dict[str, Tensor]:
     }
 
 
-def age_sums(inputs: LossInputs, training: TrainingSpec) -> dict[str, Tensor]:
-    """Sums that say what tokens of each age are worth, in versions: how many there are, of their
-    weights and of the squares of these, as the loss has the weights (``rollout_weights``), and of
-    the KL divergence in nats (k3).
+def age_sums(inputs: LossInputs) -> dict[str, Tensor]:
+    """Sums that say what tokens of each age are worth, in versions: how many there are, of
+    w = proximal / rollout and of its square before any bound, and of the KL divergence (k3).
     """
-    weights = rollout_weights(inputs, training)[0].double()
     differences = (inputs.proximal.detach() - inputs.rollout).double()
-    kls = torch.exp(differences) - differences - 1
+    ratios = torch.exp(differences)
+    kls = ratios - differences - 1
     ages = inputs.staleness.clamp(min=0, max=OLDEST)
     found: dict[str, Tensor] = {}
     for age in ages.unique().tolist():
         mine = ages == age
-        own = weights[mine]
+        own = ratios[mine]
         parts = (torch.ones_like(own), own, own.square(), kls[mine])
         names = (name.format(age) for name in AGE_SUMS)
         found |= dict(zip(names, (part.sum() for part in parts), strict=True))

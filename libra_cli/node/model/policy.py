@@ -380,7 +380,7 @@ class PolicyModel:
         sums = {**outputs.metrics, **routes}
         training = self._config.training
         if not training.needs.offline:  # which no rollout policy generated
-            sums = {**rollout_sums(inputs), **age_sums(inputs, training), **sums}
+            sums = {**rollout_sums(inputs), **age_sums(inputs), **sums}
             if self._tells:
                 self._keep_log_ratios(inputs, samples)
         if training.updates > 1:

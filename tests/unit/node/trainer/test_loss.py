@@ -257,7 +257,7 @@ def test_tokens_are_told_by_age_with_what_they_are_worth():
     log = math.log(1.5)
     inputs = two_trajectories(rollout=[-1.0, -1.0 - log, -1.0, 2.0])
     inputs = replace(inputs, staleness=torch.tensor([0, 1, 1, OLDEST + 4]))
-    sums = {name: 2 * float(one) for name, one in age_sums(inputs, TrainingSpec()).items()}
+    sums = {name: 2 * float(one) for name, one in age_sums(inputs).items()}
     told = worth_by_age(sums, passes=2)
     assert sums == {}
     assert told == pytest.approx(
@@ -269,7 +269,7 @@ def test_tokens_are_told_by_age_with_what_they_are_worth():
             "staleness/age_1_worth": 2.5**2 / (2 * (1 + 1.5**2)),
             "staleness/age_1_kl": (1.5 - log - 1) / 2,
             f"staleness/age_{OLDEST}_tokens": 1,
-            f"staleness/age_{OLDEST}_worth": 0,
+            f"staleness/age_{OLDEST}_worth": 1,
             f"staleness/age_{OLDEST}_kl": math.exp(-3) + 3 - 1,
         }
     )
