@@ -88,6 +88,16 @@ def test_without_other_servers_the_halves_take_turns() -> None:
     assert shared.step_s == pytest.approx(shared.rollout_s + shared.train_s)
 
 
+def test_ranks_with_less_memory_share_a_replica_over_the_network() -> None:
+    training = replace(PROFILE.training, network_bandwidth=1e8)
+    found = Search(replace(PROFILE, training=training), work(), 40, PlannerSettings())
+    roomy, tight = (
+        found.train_s(layout(2, 16, IdleServers(8, 2, 128, 0.2, ranks))) for ranks in (0.9, 0.6)
+    )
+    assert roomy == found.train_s(layout(2, 16))
+    assert tight > 2 * roomy
+
+
 def test_shares_hold_the_ranks_and_the_longest_trajectory() -> None:
     found = shares_that_fit(PROFILE, 8, 12, 20_000)
     assert found is not None
