@@ -21,7 +21,7 @@ from libra_cli.core.costs.server import guessed_cost
 from libra_cli.core.evidence import PlayedTurn
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.records import MoveRecord, StepRecord, TurnRecord
-from libra_cli.core.run.observer import overhead_of
+from libra_cli.core.run.observer import overhead_of, played_turn
 from libra_cli.core.types import Plan
 from libra_cli.runtime.store.reader import Reader
 
@@ -136,11 +136,4 @@ def _turns_of(reader: Reader) -> Iterator[PlayedTurn]:
             last, before[who] = before.get(who), row
             here = last is not None and last.slot == row.slot
             cached = last.prompt_tokens + last.generated_tokens if last and here else 0
-            yield PlayedTurn(
-                row.slot,
-                row.started_at,
-                row.ended_at,
-                row.prompt_tokens,
-                max(0, row.prompt_tokens - cached),
-                row.generated_tokens,
-            )
+            yield played_turn(row, cached)

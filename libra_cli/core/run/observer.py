@@ -403,14 +403,7 @@ class _Conversations:
             if before.slot == row.slot:
                 cached = before.prompt_tokens + before.generated_tokens
         self.tools.played(row.ended_at - row.queued_at)
-        return PlayedTurn(
-            row.slot,
-            row.started_at,
-            row.ended_at,
-            row.prompt_tokens,
-            max(0, row.prompt_tokens - cached),
-            row.generated_tokens,
-        )
+        return played_turn(row, cached)
 
     @property
     def alive(self) -> tuple[TrajectorySample, ...]:
@@ -513,6 +506,18 @@ class _Extras:
         """The mean of the newest steps by tokens; None before the first step."""
         newest = list(self._tokens)[-steps:]
         return _extras(tuple(map(sum, zip(*newest, strict=True)))) if newest else None
+
+
+def played_turn(row: TurnRecord, cached: Tokens) -> PlayedTurn:
+    """Return a turn of whose prompt its server may have had so many tokens from the one before."""
+    return PlayedTurn(
+        row.slot,
+        row.started_at,
+        row.ended_at,
+        row.prompt_tokens,
+        max(0, row.prompt_tokens - cached),
+        row.generated_tokens,
+    )
 
 
 def overhead_of(row: StepRecord) -> BatchOverhead:
