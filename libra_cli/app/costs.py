@@ -24,7 +24,7 @@ from libra_cli.core.planning.planner import CostSource, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.search import PlannerSettings
 from libra_cli.core.types import Plan
-from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu, require_law
+from libra_cli.sim.profiles import load_profile, proposed_profiles, require_gpu, require_law
 
 OWN_PRICES = "this run"
 """The origin of prices that a run itself has shown."""
@@ -63,14 +63,14 @@ def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profil
         )
     raise PricesError(
         f"{path}: which GPUs its hosts have, a recipe does not say; name their prices",
-        hint=f"--profile NAME, one of: {', '.join(shipped_of(recipe) or known_profiles())}; "
+        hint=f"--profile NAME, one of: {', '.join(shipped_of(recipe) or proposed_profiles())}; "
         "or a file",
     )
 
 
 def shipped_of(recipe: Recipe) -> tuple[str, ...]:
     """Names of the shipped profiles of the recipe's model, on whatever GPU."""
-    return tuple(name for name in known_profiles() if _is_of(load_profile(name), recipe.model))
+    return tuple(name for name in proposed_profiles() if _is_of(load_profile(name), recipe.model))
 
 
 def shipped_for(recipe: Recipe, gpus: frozenset[str]) -> Profile | None:

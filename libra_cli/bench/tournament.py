@@ -38,7 +38,7 @@ from libra_cli.bench.parallel import simulated
 from libra_cli.bench.results import Interval, interval
 from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.planning.search import Layout
-from libra_cli.sim.profiles import known_profiles, load_profile
+from libra_cli.sim.profiles import load_profile, proposed_profiles
 from libra_cli.sim.traces import Trace, TraceError
 
 STEPS = 20
@@ -220,7 +220,7 @@ def standings(bouts: Sequence[Bout]) -> Iterator[Standing]:
 def _drawn(
     random: Random, traces: Sequence[Trace], number: int, network: float, policy: str
 ) -> Job:
-    gpus, name = random.choice(GPUS), random.choice(known_profiles())
+    gpus, name = random.choice(GPUS), random.choice(proposed_profiles())
     profile = load_profile(name).on_network(network)
     most = random.choice(MAX_LENS)
     longest = min(most, longest_of(profile, gpus))

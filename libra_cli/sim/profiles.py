@@ -15,9 +15,19 @@ from libra_cli.core.costs.mixture_server import MixtureServerCost
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.costs.profile import Profile, ProfileError
 
+AS_PUBLISHED = "-as-published"
+"""The end of the names of profiles that were fitted to published results and measured nowhere: they
+are used where they are named, and proposed to nobody.
+"""
+
+
+def proposed_profiles() -> tuple[str, ...]:
+    """Return the names of the shipped profiles that a run may be proposed, sorted."""
+    return tuple(name for name in known_profiles() if not name.endswith(AS_PUBLISHED))
+
 
 def known_profiles() -> tuple[str, ...]:
-    """Return the names of the shipped profiles, sorted."""
+    """Return the names of all shipped profiles, sorted."""
     names = (entry.name for entry in files("libra_cli").joinpath("profiles").iterdir())
     return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
 
@@ -75,9 +85,10 @@ def require_gpu(profile: Profile, gpu: str) -> None:
     """
     wanted, given = _series(profile.gpu), _series(gpu)
     if wanted != given:
+        known = ", ".join(proposed_profiles())
         raise ProfileError(
             f"profile {profile.name} is for {profile.gpu}, but the GPUs here are {gpu}",
-            hint=f"one of: {', '.join(known_profiles())}; or libra bench --calibrate recipe.yaml",
+            hint=f"one of: {known}; or libra bench --calibrate recipe.yaml",
         )
 
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from libra_cli.bench import experiments
 from libra_cli.bench.contenders import ABLATIONS
 from libra_cli.cli.bench import QUICK
-from tests.research import ablation, published_ratios, sensitivities, speed
+from tests.research import ablation, sensitivities, speed
 from tests.research.fidelity import __main__ as fidelity
 from tests.research.peers import __main__ as peers
 from tests.research.speed import SpeedRow
@@ -102,16 +102,6 @@ def test_a_run_without_its_description_asks_for_it(tmp_path: Path) -> None:
     requests.with_name("some_meta.json").unlink()
     assert "--meta" in run(fidelity.main, "--run", str(requests)).output
     assert "no such file" in run(fidelity.main, "--run", str(tmp_path / "none.jsonl")).output
-
-
-def test_the_publication_is_beside_what_is_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(published_ratios, "STEPS_S", (0.0, 0.004))
-    monkeypatch.setattr(published_ratios, "SEQUENCES_S", (0.0,))
-    monkeypatch.setattr(published_ratios, "SEATS", (32,))
-    text = run(published_ratios.main).output
-    for words in ("published", "3.10", "2.80", "as shipped", "nearest"):
-        assert words in text
-    assert max(map(len, text.splitlines())) <= 80
 
 
 # -- experiments on libra's parts ------------------------------------------------------------------

@@ -10,13 +10,21 @@ import pytest
 
 from libra_cli.core.costs.mixtures import MixtureRefused
 from libra_cli.core.costs.profile import ProfileError
-from libra_cli.sim.profiles import known_profiles, load_profile, require_gpu, require_law
+from libra_cli.sim.profiles import (
+    known_profiles,
+    load_profile,
+    proposed_profiles,
+    require_gpu,
+    require_law,
+)
 from tests.research.changed_costs import with_overhead
 
 
-def test_twelve_profiles_ship() -> None:
+def test_twelve_profiles_are_proposed_and_one_is_not() -> None:
     models = ("qwen3-14b", "qwen3-30b-a3b", "qwen3-32b", "qwen3-8b")
-    assert known_profiles() == tuple(f"{g}-{m}" for g in ("a100", "a800", "h100") for m in models)
+    proposed = tuple(f"{g}-{m}" for g in ("a100", "a800", "h100") for m in models)
+    assert proposed_profiles() == proposed
+    assert set(known_profiles()) - set(proposed) == {"a800-qwen3-14b-as-published"}
 
 
 @pytest.mark.parametrize("name", known_profiles())
