@@ -4,6 +4,10 @@
     ABLATIONS         libra's scheduler with one part removed or replaced
     ORACLES           policies that read the recorded future, on purpose; nothing else does
 
+On unlike servers ``known-levels`` is ``cmlfq`` told the tokens that each trajectory has left: it is
+on the level of these from its start on. ``attained levels`` and ``no tool signals`` are ``cmlfq``
+by the tokens generated so far, and by the causal tree without what tools return.
+
 ``known-lengths`` is libra's own policy told the tokens that each trajectory has left: its next
 turn is at most those, and in a group the longest goes first. ``whole-remainder`` is told the same
 and judges a placement by all of them. Neither is a bound: ``bounds`` has that.
@@ -14,16 +18,18 @@ recall, and calls as many others long by mistake as keeps its fifth a fifth.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
 
 from libra_cli.core.scheduling.baselines import LONG_SHARE, StreamRL, stay_or_least
-from libra_cli.core.scheduling.estimators import Estimator
+from libra_cli.core.scheduling.causal_tree import CausalTree
+from libra_cli.core.scheduling.cmlfq import Cmlfq
+from libra_cli.core.scheduling.estimators import Estimator, bucket_of
 from libra_cli.core.scheduling.least_cost import LeastExpectedCost, caches_hold, fits_kv
 from libra_cli.core.scheduling.policy import POLICIES as SCHEDULING_POLICIES
 from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
-from libra_cli.core.types import Seconds, Tokens, TrajectoryId
+from libra_cli.core.types import Seconds, Tokens, ToolReturn, TrajectoryId
 from libra_cli.plugins.finding import available, find
 from libra_cli.sim.traces import RecordedEpisode, Trace
 
@@ -77,6 +83,19 @@ class _WholeRemainder(_KnownLengths):
         return self.left(request)
 
 
+class _KnownLevels(Cmlfq):
+    """C-MLFQ, told the tokens that every trajectory has left."""
+
+    def __init__(self, future: Future) -> None:
+        super().__init__()
+        self._future = future
+
+    def level(self, request: Request, queues: ServerQueues) -> int:
+        """The level of the tokens that the trajectory has yet to generate."""
+        left = self._future.generated(request.trajectory) - request.generated
+        return bucket_of(left, queues.bounds[:-1])
+
+
 def _streamrl(future: Future, trace: Trace, seed: int) -> SchedulingPolicy:
     lengths = sorted(episode.generated for episode in trace.episodes)
     bound = lengths[int((1 - LONG_SHARE) * (len(lengths) - 1))]
@@ -92,6 +111,7 @@ def _streamrl(future: Future, trace: Trace, seed: int) -> SchedulingPolicy:
 
 ORACLES: dict[str, Callable[[Future, Trace, int], SchedulingPolicy]] = {
     "streamrl": _streamrl,
+    "known-levels": lambda future, _trace, _seed: _KnownLevels(future),
     "known-lengths": lambda future, _trace, _seed: _KnownLengths(future),
     "whole-remainder": lambda future, _trace, _seed: _WholeRemainder(future),
 }
@@ -153,6 +173,31 @@ class _NoOrder(LeastExpectedCost):
         return 0.0
 
 
+class _AttainedLevels(Cmlfq):
+    """C-MLFQ by attained service: demoted by the tokens generated so far, never promoted."""
+
+    def level(self, request: Request, queues: ServerQueues) -> int:
+        """The level of the tokens that the trajectory has generated."""
+        return bucket_of(request.generated, queues.bounds[:-1])
+
+
+class _NoToolSignals(Cmlfq):
+    """C-MLFQ whose tree sees tokens, turns and siblings, and nothing of what tools return."""
+
+    def __init__(self) -> None:
+        super().__init__(_DeafTree())
+
+
+class _DeafTree(CausalTree):
+    """The causal tree without what tools return."""
+
+    def returned(
+        self, trajectory: TrajectoryId, *, generated: Tokens, returns: Sequence[ToolReturn]
+    ) -> float:
+        """The mean after as many tokens and turns, whatever was returned."""
+        return super().returned(trajectory, generated=generated, returns=())
+
+
 ABLATIONS: dict[str, Callable[[], SchedulingPolicy]] = {
     "constant": _Constant,
     "no expected cost": _NoCosts,
@@ -160,6 +205,8 @@ ABLATIONS: dict[str, Callable[[], SchedulingPolicy]] = {
     "no back-pressure": _NoBackPressure,
     "no moves": _NoMoves,
     "no order": _NoOrder,
+    "attained levels": _AttainedLevels,
+    "no tool signals": _NoToolSignals,
 }
 
 
@@ -193,7 +240,8 @@ class _Admitted:
         return caches_hold(contexts, queues)
 
 
-_RIVALS = tuple(name for name in (*SCHEDULING_POLICIES.shipped, "streamrl") if name != "libra")
+_OWN = ("libra", "cmlfq")
+_RIVALS = tuple(name for name in (*SCHEDULING_POLICIES.shipped, "streamrl") if name not in _OWN)
 POLICIES: tuple[str, ...] = (
     *available(SCHEDULING_POLICIES),
     *(rival + ADMISSION for rival in _RIVALS),

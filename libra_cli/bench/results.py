@@ -30,6 +30,8 @@ KNOWN_LENGTHS = "known-lengths"
 """The policy that knows how much every trajectory has left."""
 WHOLE_REMAINDER = "whole-remainder"
 """The same, if it judges a move by all of that."""
+KNOWN_LEVELS = "known-levels"
+"""C-MLFQ that knows it."""
 CLAIRVOYANT = "clairvoyant"
 FREE_CLAIRVOYANT = "clairvoyant, free moves"
 LIBRA_TOLD = "libra, work told"
@@ -62,6 +64,7 @@ METRICS = (
 _KNOW_THE_FUTURE = (
     KNOWN_LENGTHS,
     WHOLE_REMAINDER,
+    KNOWN_LEVELS,
     CLAIRVOYANT,
     FREE_CLAIRVOYANT,
     BEST_STATIC,

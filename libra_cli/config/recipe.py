@@ -450,8 +450,9 @@ class SchedulerSpec(Section):
     on_resume = MAY_CHANGE
 
     policy: str = "libra"
-    """``libra`` minimises expected cost at every tool return, the others that ship are baselines of
-    the bench; an entry point of group ``libra.scheduling_policies``, or module:attr."""
+    """``libra`` minimises expected cost at every tool return, ``cmlfq`` puts trajectories on levels
+    of unlike servers by what their tools return, the others that ship are baselines of the bench;
+    an entry point of group ``libra.scheduling_policies``, or module:attr."""
 
 
 class Recipe(Section):

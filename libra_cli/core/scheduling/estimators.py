@@ -1,8 +1,8 @@
 """How many tokens a trajectory has yet to generate: the estimates that the baselines go by.
 
-libra's own policy asks for none (``least_cost`` says why). Each estimator here is as simple as its
-idea, sees the past only, and learns from what has finished; none but the published tree reads what
-a tool returned.
+libra's own policy asks for none (``least_cost`` says why), and ``cmlfq`` has its own
+(``causal_tree``). Each estimator here is as simple as its idea, sees the past only, and learns from
+what has finished; none but the published tree reads what a tool returned.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""libra's own policy: C-MLFQ by least expected cost, decided anew at every tool return.
+"""libra's own policy: least expected cost, decided anew at every tool return.
 
 Late binding at tool returns and the sum of decode time and movement time are published:
 Libra, arXiv 2606.03077. The horizon, the terms for what a request costs the *others* and for
@@ -19,7 +19,7 @@ a tool return, when its KV is idle.
 
 **The horizon** ``n`` is the next turn, expected to be as long as its turns have been on average,
 and not all that the trajectory has yet to generate: the load does not stay as it is for that long,
-and the next tool return is a chance to decide again. That is the feedback of C-MLFQ: what a
+and the next tool return is a chance to decide again. That is its only feedback: what a
 trajectory has attained says how much a move is worth to it, so what generates much a turn finds the
 servers with the short step worth the way, and what calls its tools all the time stays with its
 cache. With the whole remainder instead, estimated or known, trajectories moved up to thirty times
@@ -38,6 +38,8 @@ Limit: greedy, one request at a time; it assumes the load stays as it is over th
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from libra_cli.core.scheduling.estimators import Estimator
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
@@ -63,9 +65,18 @@ class LeastExpectedCost:
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
         """Return the cheapest of the server of the last turn and the fastest of each bucket."""
         last = queues.by_slot.get(request.last_slot or "")
+        return self.cheapest(request, last, queues.buckets)
+
+    def cheapest(
+        self,
+        request: Request,
+        last: ServerQueue | None,
+        buckets: Sequence[Sequence[ServerQueue]],
+    ) -> ServerQueue | None:
+        """Return the cheapest of ``last`` and the fastest of each of these buckets."""
         best = last
         least = self.cost(request, last) if last is not None else float("inf")
-        for bucket in queues.buckets:
+        for bucket in buckets:
             queue = min(bucket, key=_next_step_s)
             if queue is last:
                 continue
@@ -83,9 +94,13 @@ class LeastExpectedCost:
         cost = ahead * (queue.next_step_s + context_s + num_requests * added_s)
         if not queue.holds_prefix_of(request):
             cost += price.prefill_s(request.context, 0) * (1 + num_requests)
-        if request.context + ahead > price.kv_tokens:
+        if self.outgrows(request, queue):
             cost += NEVER_S
         return cost
+
+    def outgrows(self, request: Request, queue: ServerQueue) -> bool:
+        """Whether the KV cache is too small for the context and what the placement is judged by."""
+        return request.context + self.horizon(request) > queue.cost.kv_tokens
 
     def horizon(self, request: Request) -> float:
         """Tokens that the placement is judged by: the next turn's."""

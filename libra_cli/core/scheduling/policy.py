@@ -5,7 +5,8 @@ The request scheduler asks its policy at every tool return. A policy sees the pa
 expects of the tokens left. It keeps no list of requests and starts nothing. It may hold state of
 its own; every run makes a fresh one.
 
-libra's own is in ``least_cost``, the baselines it is measured against in ``baselines``. To add one:
+libra's own is in ``least_cost``, the multi-level feedback queue in ``cmlfq``, the baselines they are
+measured against in ``baselines``. To add one:
 a module with a class that needs no argument, and an entry point of group
 ``libra.scheduling_policies`` that names it. A recipe chooses it with ``scheduler: {policy: NAME}``,
 and so does ``libra bench schedule --policies NAME``.
@@ -27,6 +28,7 @@ POLICIES = PluginGroup(
     "scheduling policy",
     {
         "libra": f"{_HERE}.least_cost:LeastExpectedCost",
+        "cmlfq": f"{_HERE}.cmlfq:Cmlfq",
         "round-robin": f"{_HERE}.baselines:RoundRobin",
         "least-loaded": f"{_HERE}.baselines:LeastLoaded",
         "sticky-least-loaded": f"{_HERE}.baselines:StickyLeastLoaded",

@@ -13,10 +13,11 @@ from libra_cli.bench.contenders import (
     contender,
 )
 from libra_cli.config.errors import LibraError
+from libra_cli.core.scheduling.cmlfq import Cmlfq
 from libra_cli.core.scheduling.least_cost import LeastExpectedCost, turn_tokens
 from libra_cli.core.scheduling.policy import POLICIES as SCHEDULING_POLICIES
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
-from libra_cli.core.types import Bucket, TrajectoryId, WeightVersion
+from libra_cli.core.types import Bucket, ToolOutcome, ToolReturn, TrajectoryId, WeightVersion
 from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
 from tests.sim_scene import COSTS
 
@@ -49,7 +50,7 @@ def test_every_name_is_a_policy(name: str) -> None:
 
 
 def test_every_baseline_can_be_run_with_admission() -> None:
-    baselines = {*SCHEDULING_POLICIES.shipped, "streamrl"} - {"libra"}
+    baselines = {*SCHEDULING_POLICIES.shipped, "streamrl"} - {"libra", "cmlfq"}
     assert {name + "+admission" for name in baselines} <= set(POLICIES)
 
 
@@ -85,3 +86,31 @@ def test_the_whole_remainder_is_all_that_is_left_and_a_constant_is_one() -> None
     constant = cast("LeastExpectedCost", contender("constant", future(), TRACE, 0))
     assert [whole.horizon(request(1, generated=g)) for g in (200, 590)] == [400, 10]
     assert {constant.horizon(request(1, generated=g)) for g in (200, 590)} == {CONSTANT_TOKENS}
+
+
+def test_levels_go_by_what_is_left_by_what_was_generated_or_by_no_tool() -> None:
+    short, long = queue(), queue()
+    short.bucket, long.bucket = Bucket("TP1", 1, 8, 300), Bucket("TP4", 4, 8, 4_000)
+    long.slot = "b"
+    queues = ServerQueues([short, long])
+
+    def levels(name: str) -> list[int]:
+        policy = cast("Cmlfq", contender(name, future(), TRACE, 0))
+        asked = [request(1, generated=200, turns=1), request(1, generated=400)]
+        policy.tree.begin(asked[0].trajectory)
+        return [policy.level(one, queues) for one in asked]
+
+    assert levels("known-levels") == [1, 0]
+    assert levels("attained levels") == [0, 1]
+    assert levels("no tool signals") == [0, 0]
+
+
+def test_without_tool_signals_every_return_is_alike() -> None:
+    tree = cast("Cmlfq", contender("no tool signals", future(), TRACE, 0)).tree
+    for number in range(40):
+        who, failed = TrajectoryId(number, 0), number % 2
+        tree.begin(who)
+        returned = ToolReturn("search", ToolOutcome.ERROR if failed else ToolOutcome.OK, 1.0, 4)
+        expected = tree.returned(who, generated=50, returns=(returned,))
+        tree.finished(who, generated=5_000 if failed else 60)
+        assert number < 30 or 2_000 < expected < 3_000

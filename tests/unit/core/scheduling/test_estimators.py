@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_cli.core.scheduling.causal_tree import CausalTree
 from libra_cli.core.scheduling.estimators import (
     IDLE_GROUPS,
     Estimator,
@@ -14,7 +15,7 @@ from libra_cli.core.scheduling.estimators import (
 )
 from libra_cli.core.types import ToolOutcome, ToolReturn, TrajectoryId
 
-EVERY = (SiblingMean, PaperTree)
+EVERY = (SiblingMean, PaperTree, CausalTree)
 OK = ToolReturn("search", ToolOutcome.OK, 1.0, 400)
 ERROR = ToolReturn("edit", ToolOutcome.ERROR, 1.0, 400)
 CALLS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=40)
