@@ -43,6 +43,7 @@ REGRET_GPUS, REGRET_DRIFTS = 24, "1,4 4,1 tools:1,20 task:mint"
 REGRET_TRACES = ["tau2bench", "moatless"]
 QUICK = "least-loaded,sticky-least-loaded,libra,known-lengths"
 """The policies of a bare ``libra bench``, unless others are named."""
+ROUTING_SEEDS = 10
 DRAWN = {"gpus", "profile", "planners", "drift", "bound", "rule", "stream", "max_len", "seeds"}
 """The options that ``--random`` draws, and that are refused beside it."""
 
@@ -147,6 +148,22 @@ def staleness(context: typer.Context, asked: BenchOptions) -> None:
                 asked.conditions, asked.rules, asked.bounds, steps=asked.steps, progress=progress
             )
         show_report(staleness_report(rows), asked.json_file)
+
+
+@bench.command()
+@taking("traces", "seeds", "json_file", seeds=ROUTING_SEEDS)
+def routing(context: typer.Context, asked: BenchOptions) -> None:
+    """Rules that say how much work is left: how often they are right, and what they move."""
+    from libra_cli.bench.config import traces_of
+    from libra_cli.bench.report.routing import routing_report
+    from libra_cli.bench.routing import routing as compare
+
+    with errors_told():
+        traces = traces_of(asked.traces)
+        warn([note for trace in traces for note in trace.notes])
+        with working() as progress:
+            rows = compare(traces, asked.seeds, progress)
+        show_report(routing_report(rows), asked.json_file)
 
 
 def _run(experiments: Sequence[Experiment], asked: BenchOptions) -> None:

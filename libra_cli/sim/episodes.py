@@ -21,7 +21,7 @@ from libra_cli.core.types import (
     is_evaluation,
 )
 from libra_cli.sim.counted import ids
-from libra_cli.sim.traces import RecordedEpisode
+from libra_cli.sim.traces import RecordedEpisode, Turn
 from libra_cli.sim.virtual_time import VirtualTime
 
 CHARACTERS = 4
@@ -91,15 +91,10 @@ class SimEpisodes:
         turn = play.episode.turns[play.turn]
         play.turn += 1
         done = play.turn == len(play.episode.turns)
-        returns: tuple[ToolReturn, ...] = ()
-        if turn.tool:
-            outcome = turn.outcome or ToolOutcome.OK
-            size = turn.observation * CHARACTERS
-            returns = (ToolReturn(turn.tool, outcome, turn.tool_s, size),)
         event = e.EpisodeAdvanced(
             action.trajectory,
             ids(0 if done else turn.observation),
-            returns,
+            returns_of(turn),
             done,
             play.episode.reward if done else None,
         )
@@ -108,3 +103,11 @@ class SimEpisodes:
     def _finish(self, action: a.FinishEpisode) -> None:
         reward = self.plays[action.trajectory].episode.reward
         self._time.later(e.EpisodeAdvanced(action.trajectory, ids(0), (), True, reward), 0.0)
+
+
+def returns_of(turn: Turn) -> tuple[ToolReturn, ...]:
+    """What the tools of a recorded turn returned; an outcome that is not recorded counts as ok."""
+    if not turn.tool:
+        return ()
+    outcome = turn.outcome or ToolOutcome.OK
+    return (ToolReturn(turn.tool, outcome, turn.tool_s, turn.observation * CHARACTERS),)
