@@ -7,9 +7,11 @@ for less, as what its tools returned, and what it has generated, say of the toke
 the mean and the P90 of the causal tree (``causal_tree``) must agree to it. Where a level's servers
 cannot hold its context, it goes to the next.
 
-On its level a turn goes to the server of least expected cost, and order, admission by KV cache and
-back-pressure are libra's (``least_cost``). A server with a free seat and nothing that waits takes
-over what waits on another level, where that costs less, so no level is idle while another is full.
+A turn goes to the server of its level that costs least, unless it costs less to stay where its
+prefix is cached: so a new level is where a trajectory may move to, and it moves when that pays.
+Costs, order, admission by KV cache and back-pressure are libra's (``least_cost``). A server with a
+free seat and nothing that waits takes over what waits for another, where that costs less, so no
+level is idle while another is full.
 
 Guarantee: where servers are alike there is one level, and the policy decides as ``libra`` does.
 Limit: nothing moves within a turn, so a trajectory of one long turn stays where it started.
@@ -32,15 +34,13 @@ class Cmlfq(LeastExpectedCost):
         self.estimator = self.tree
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """Return the cheapest of the level, its fastest or the server of the last turn."""
+        """Return the cheaper of the fastest of its level and the server of the last turn."""
         if len(queues.buckets) < 2:
             return super().choose(request, queues, now=now)
         level = self.level(request, queues)
         while level + 1 < len(queues.buckets) and self.outgrows(request, queues.buckets[level][0]):
             level += 1
         last = queues.by_slot.get(request.last_slot or "")
-        if last is not None and last.bucket.up_to_tokens != queues.bounds[level]:
-            last = None
         return self.cheapest(request, last, queues.buckets[level : level + 1])
 
     def level(self, request: Request, queues: ServerQueues) -> int:

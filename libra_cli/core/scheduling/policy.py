@@ -5,10 +5,9 @@ The request scheduler asks its policy at every tool return. A policy sees the pa
 expects of the tokens left. It keeps no list of requests and starts nothing. It may hold state of
 its own; every run makes a fresh one.
 
-libra's own is in ``least_cost``, the multi-level feedback queue in ``cmlfq``, the baselines they are
-measured against in ``baselines``. To add one:
-a module with a class that needs no argument, and an entry point of group
-``libra.scheduling_policies`` that names it. A recipe chooses it with ``scheduler: {policy: NAME}``,
+libra's own is in ``least_cost``, the multi-level feedback queue in ``cmlfq``, the baselines that
+they are measured against in ``baselines``. To add one: a module with a class that needs no
+argument, and an entry point of group ``libra.scheduling_policies`` that names it. A recipe chooses it with ``scheduler: {policy: NAME}``,
 and so does ``libra bench schedule --policies NAME``.
 """
 

@@ -84,10 +84,13 @@ def test_on_its_level_a_turn_goes_where_it_costs_least() -> None:
     assert chosen(made, request(2, context=20_000, last="short-1"), *servers) == "short-1"
 
 
-def test_what_ran_on_another_level_for_once_comes_back() -> None:
-    made = policy()
+def test_it_leaves_another_level_when_that_costs_less_than_to_stay() -> None:
+    made, servers = policy(), unlike()
     played(made, 2, OK)
-    assert chosen(made, request(2, last="long"), *unlike()) == "short-1"
+    assert chosen(made, request(2, last="long"), *servers) == "long"
+    for number in range(250):
+        servers[2].enter(request(50 + number))
+    assert chosen(made, request(2, last="long"), *servers) == "short-1"
 
 
 def test_what_a_level_cannot_hold_goes_to_the_next() -> None:
