@@ -7,8 +7,8 @@ its own; every run makes a fresh one.
 
 libra's own is in ``least_cost``, the multi-level feedback queue in ``cmlfq``, the baselines that
 they are measured against in ``baselines``. To add one: a module with a class that needs no
-argument, and an entry point of group ``libra.scheduling_policies`` that names it. A recipe chooses it with ``scheduler: {policy: NAME}``,
-and so does ``libra bench schedule --policies NAME``.
+argument, and an entry point of group ``libra.scheduling_policies`` that names it. A recipe chooses
+it with ``scheduler: {policy: NAME}``, and so does ``libra bench schedule --policies NAME``.
 """
 
 from __future__ import annotations
