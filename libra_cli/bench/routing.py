@@ -44,7 +44,7 @@ BUCKETS = 3
 OURS = "causal tree"
 """The rule of the policy ``cmlfq``."""
 PUBLISHED = "91.1 % right, 8.2 % moved; embeddings 65.2 %, attained service 44.8 %"
-"""Of one-shot routing on Search-R1 (Libra, arXiv 2606.03077)."""
+"""What one-shot routing on Search-R1 reached (Libra, arXiv 2606.03077)."""
 
 Group: TypeAlias = Sequence[RecordedEpisode]
 Bounds: TypeAlias = tuple[float, float]
