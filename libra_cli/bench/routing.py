@@ -15,7 +15,7 @@ that changed their bucket, in tokens.
 
 What is published (``PUBLISHED``) is of Search-R1, which no trace here is like.
 
-Limit: traces are other models' evaluation traffic, cut by their own stop rules. Seeds divide the
+Limit: traces are of other models and no RL rollouts, cut by their own stop rules. Seeds divide the
 same trajectories anew, so an interval over them is of the division and not of other workloads.
 """
 
