@@ -128,7 +128,7 @@ def live_planner(recipe: Recipe, gpus: frozenset[str]) -> Planner:
 def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Planner:
     """A planner of the recipe's slots, or its open nodes; ``elastic``: the run is under way."""
     costs = _as_the_recipe_trains(recipe, costs)
-    settings = PlannerSettings(max_num_seqs=seats_of(recipe))
+    settings = PlannerSettings(max_num_seqs=seats_of(recipe), shapes=recipe.rollout.shapes)
     if not recipe.has_open_nodes:
         return Planner(RecipePlacement(recipe, elastic=elastic), costs, settings)
     space = GpuPlacement.on(
@@ -137,7 +137,7 @@ def recipe_planner(recipe: Recipe, costs: CostSource, *, elastic: bool) -> Plann
         min_rollout=recipe.planner.min_rollout,
         elastic=elastic,
     )
-    return Planner(space, costs, replace(settings, shapes=shapes_of(recipe)))
+    return Planner(space, costs, replace(settings, degrees=shapes_of(recipe)))
 
 
 def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:

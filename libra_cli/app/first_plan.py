@@ -102,8 +102,9 @@ def _planned(
     if not open_nodes:
         train = (head, *(slot for slot in plan.train if slot != head))
         plan = replace(plan, train=train)
-    reasons = (f"predicted: {decision.after}", *plan.reasons)
     explained = decision.explanation.of_first_plan() if decision.explanation else None
+    shapes = explained.shapes if explained else ""
+    reasons = (f"predicted: {decision.after}", *filter(None, [shapes]), *plan.reasons)
     known = decision.slots if open_nodes else slots
     return FirstPlan(replace(plan, reasons=reasons), known, explained)
 

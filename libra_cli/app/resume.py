@@ -158,6 +158,7 @@ def _why_anew(before: Recipe, recipe: Recipe, plans: list[PlanRecord]) -> str:
     said = {
         "nodes": (_shape(before.nodes), _shape(recipe.nodes)),
         "rollout.buckets": (before.rollout.buckets, recipe.rollout.buckets),
+        "rollout.shapes": (before.rollout.shapes, recipe.rollout.shapes),
         "training.backend": (before.training.backend, recipe.training.backend),
     }
     changed = [name for name, (then, now) in said.items() if then != now]

@@ -25,7 +25,8 @@ class Conditions:
     Lists are separated by commas, drifts by spaces; an empty one means all there are, and no drift.
     ``traces`` are files or the beginnings of shipped names; none is the default trace. ``bound`` is
     training.max_staleness, ``rule`` a name of ``config.RULES`` (empty: the recipe's default),
-    ``stream`` training.stream, ``network`` in gigabits a second, ``seeds`` a number of workloads.
+    ``stream`` training.stream, ``shapes`` rollout.shapes, ``network`` in gigabits a second,
+    ``seeds`` a number of workloads.
     """
 
     traces: tuple[str, ...] = ()
@@ -40,4 +41,5 @@ class Conditions:
     network: float = NETWORK
     stream: bool = False
     max_len: Tokens = MAX_LEN
+    shapes: str = "alike"
     seeds: int = SEEDS

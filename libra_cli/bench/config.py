@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast, get_args
 
 from libra_cli.bench.conditions import MAX_LEN, NETWORK, STALENESS, Conditions
 from libra_cli.bench.contenders import ABLATIONS, POLICIES
 from libra_cli.bench.jobs import Job, longest_of, playable
 from libra_cli.config.errors import LibraError, did_you_mean
+from libra_cli.config.rollout import Shapes
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.baselines import PLANNERS
 from libra_cli.core.rollout.staleness import default_rule
@@ -30,6 +31,8 @@ RULES: Mapping[str, str | Mapping[str, object]] = {
 }
 """Rules that make a batch, as ``training.staleness`` of a recipe."""
 
+SHAPES: tuple[Shapes, ...] = get_args(Shapes)
+"""The values that ``rollout.shapes`` may have."""
 _NAMED = tuple(dict.fromkeys((*POLICIES, *ABLATIONS)))
 """Policies that are compared if they are asked for by name."""
 
@@ -52,6 +55,7 @@ class ExperimentConfig:
     number of workloads. ``bound`` is training.max_staleness, ``rule`` one of ``RULES`` (empty: the
     recipe's default), ``stream`` training.stream; ``network`` is in gigabits a second between
     hosts, and the prices have it already. ``most_tokens`` cuts trajectories earlier than memory.
+    ``shapes`` are rollout.shapes.
     """
 
     traces: tuple[Trace, ...]
@@ -67,6 +71,7 @@ class ExperimentConfig:
     network: float = NETWORK
     stream: bool = False
     most_tokens: Tokens = MAX_LEN
+    shapes: Shapes = "alike"
 
     @classmethod
     def parse(cls, asked: Conditions) -> ExperimentConfig:
@@ -94,6 +99,7 @@ class ExperimentConfig:
             network=asked.network,
             stream=asked.stream,
             most_tokens=asked.max_len,
+            shapes=cast(Shapes, parse_names("value of --shapes", asked.shapes, SHAPES)[0]),
         )
 
     def job(self, trace: Trace, *, steps: int) -> Job:
@@ -111,6 +117,7 @@ class ExperimentConfig:
             staleness=RULES[self.rule] if self.rule else {},
             stream=self.stream,
             most_tokens=self.most_tokens,
+            shapes=self.shapes,
         )
 
     @property
@@ -118,9 +125,10 @@ class ExperimentConfig:
         """The settings that all contenders have in common, in words."""
         made = self.rule or f"{default_rule(self.bound)} (the default)"
         stream = ", streamed" if self.stream else ""
+        servers = "" if self.shapes == "alike" else f", {self.shapes} servers"
         return (
-            f"max_staleness {self.bound}, rule {made}{stream}, {self.network:g} Gb/s a host, "
-            f"trajectories of up to {self.max_len:,} tokens"
+            f"max_staleness {self.bound}, rule {made}{stream}{servers}, "
+            f"{self.network:g} Gb/s a host, trajectories of up to {self.max_len:,} tokens"
         )
 
     @property

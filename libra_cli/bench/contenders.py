@@ -10,7 +10,9 @@ by the tokens generated so far, and by the causal tree without what tools return
 
 ``known-lengths`` is libra's own policy told the tokens that each trajectory has left: its next
 turn is at most those, and in a group the longest goes first. ``whole-remainder`` is told the same
-and judges a placement by all of them. Neither is a bound: ``bounds`` has that.
+and judges a placement by all of them. ``known-bucket`` is told them and keeps each trajectory in
+the bucket that the planner's table means it for, on the cheapest server there. None is a bound:
+``bounds`` has that.
 
 StreamRL's ranker (arXiv 2504.15930) recognises a trajectory of the longest fifth with the published
 recall, and calls as many others long by mistake as keeps its fifth a fifth.
@@ -96,6 +98,24 @@ class _KnownLevels(Cmlfq):
         return bucket_of(left, queues.bounds[:-1])
 
 
+class _KnownBucket(_KnownLengths):
+    """The same on the servers of the trajectory's bucket alone, by all tokens it will generate."""
+
+    def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
+        """The cheapest server of the first bucket that is meant for so long a trajectory."""
+        longest = self._future.generated(request.trajectory)
+        meant = (bucket for bucket in queues.buckets if bucket[0].bucket.up_to_tokens >= longest)
+        servers = next(meant, queues.all)
+        return min(servers, key=lambda queue: self.cost(request, queue), default=None)
+
+    def allow_steal(
+        self, request: Request, queued: ServerQueue, idle: ServerQueue, *, now: Seconds
+    ) -> bool:
+        """Whether the idle server is the cheaper one, of the same bucket."""
+        alike = queued.bucket.up_to_tokens == idle.bucket.up_to_tokens
+        return alike and super().allow_steal(request, queued, idle, now=now)
+
+
 def _streamrl(future: Future, trace: Trace, seed: int) -> SchedulingPolicy:
     lengths = sorted(episode.generated for episode in trace.episodes)
     bound = lengths[int((1 - LONG_SHARE) * (len(lengths) - 1))]
@@ -114,6 +134,7 @@ ORACLES: dict[str, Callable[[Future, Trace, int], SchedulingPolicy]] = {
     "known-levels": lambda future, _trace, _seed: _KnownLevels(future),
     "known-lengths": lambda future, _trace, _seed: _KnownLengths(future),
     "whole-remainder": lambda future, _trace, _seed: _WholeRemainder(future),
+    "known-bucket": lambda future, _trace, _seed: _KnownBucket(future),
 }
 
 

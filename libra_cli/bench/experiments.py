@@ -36,7 +36,7 @@ def schedule(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
     jobs: list[Job] = []
     for trace in traces:
         blank = blank_job(config, trace)
-        proposal = propose(config.profile, blank.workload, config.gpus)
+        proposal = propose(config.profile, blank.workload, config.gpus, blank.settings)
         notes += [f"{trace.name}: {reason}" for reason in proposal.reasons[:2]]
         fixed = replace(blank, layout=proposal.layout)
         jobs += with_policies(fixed, config.policies, config.seeds)

@@ -20,6 +20,7 @@ from libra_cli.bench.idle_servers import believed_law, placed_beside, shared_pro
 from libra_cli.bench.regret_causes import PlannedStep, planned_steps
 from libra_cli.bench.results import ResultRow, Timeline
 from libra_cli.config.recipe import Recipe
+from libra_cli.config.rollout import Shapes
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.profile import Profile
@@ -63,6 +64,7 @@ class Job:
     other, for the clairvoyant planner. ``bound`` is training.max_staleness, ``staleness`` its rule
     (empty: the recipe's default) and ``stream`` training.stream, as in a recipe; ``decay`` is that
     of a token's worth, in nats a version. ``most_tokens`` cuts trajectories earlier than memory.
+    ``shapes`` are rollout.shapes.
     """
 
     trace: Trace
@@ -86,6 +88,12 @@ class Job:
     stream: bool = False
     decay: float = 0.0
     most_tokens: Tokens = MAX_LEN
+    shapes: Shapes = "alike"
+
+    @property
+    def settings(self) -> PlannerSettings:
+        """The limits of what a planner may propose."""
+        return PlannerSettings(shapes=self.shapes)
 
     @property
     def max_len(self) -> Tokens:
@@ -242,15 +250,15 @@ def world_of(job: Job) -> World:
 def first_layout_of(job: Job, workload: Workload) -> Layout:
     """The layout that the job's planner begins with, knowing this workload."""
     name = "libra" if job.planner == TOLD else job.planner
-    return first_layout(name, job.believed, workload, job.gpus, PlannerSettings())
+    return first_layout(name, job.believed, workload, job.gpus, job.settings)
 
 
 def _planner(job: Job, space: GpuPlacement) -> DecisionMaker:
     if job.script:
-        search = Search(job.believed, job.workload, job.gpus, PlannerSettings())
+        search = Search(job.believed, job.workload, job.gpus, job.settings)
         return ScheduledLayouts(job.script, job.steps, space, search, job.believed)
     name = "libra" if job.planner == TOLD else job.planner
-    planner = planner_of(name, job.believed, space, PlannerSettings())
+    planner = planner_of(name, job.believed, space, job.settings)
     return OraclePlanner(planner, job.coming) if job.planner == TOLD else planner
 
 

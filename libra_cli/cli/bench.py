@@ -44,7 +44,7 @@ REGRET_TRACES = ["tau2bench", "moatless"]
 QUICK = "least-loaded,sticky-least-loaded,libra,known-lengths"
 """The policies of a bare ``libra bench``, unless others are named."""
 ROUTING_SEEDS = 10
-DRAWN = {"gpus", "profile", "planners", "drift", "bound", "rule", "stream", "max_len", "seeds"}
+DRAWN = {"gpus", "profile", "planners", "drift", *UNDER} - {"network"}
 """The options that ``--random`` draws, and that are refused beside it."""
 
 

@@ -26,7 +26,7 @@ from libra_cli.bench.conditions import (
 from libra_cli.cli.reports import Json, ProfileName
 
 ON = ("traces", "gpus", "profile")
-UNDER = ("bound", "rule", "network", "stream", "max_len", "seeds")
+UNDER = ("bound", "rule", "network", "stream", "max_len", "shapes", "seeds")
 TO = ("out_dir", "json_file")
 
 Only = Annotated[str, typer.Option(help="Only these, separated by commas.")]
@@ -71,6 +71,9 @@ class BenchOptions:
             min=2, help="model.max_len: trajectories are cut there, or where memory ends."
         ),
     ] = MAX_LEN
+    shapes: Annotated[
+        str, typer.Option(help="rollout.shapes of the plans: alike, mixed or auto.")
+    ] = "alike"
     seeds: Annotated[
         int, typer.Option(min=1, help="Workloads; every contender gets the same ones.")
     ] = SEEDS

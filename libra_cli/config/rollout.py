@@ -13,6 +13,8 @@ from libra_cli.config.only_with import only_with
 from libra_cli.config.problems import Problem
 from libra_cli.config.speculative import SpeculativeSpec
 
+Shapes: TypeAlias = Literal["alike", "mixed", "auto"]
+"""Whether servers that the planner proposes have the same number of GPUs each."""
 Quantization: TypeAlias = Literal["fp8_per_channel", "int8_per_channel"]
 """Ways in which servers hold weights in fewer bits, by vLLM's names."""
 RESERVED_VLLM_FLAGS = frozenset(
@@ -155,6 +157,11 @@ class RolloutSpec(Section):
     buckets: Annotated[tuple[BucketSpec, ...], Field(min_length=1)] | None = None
     """The shapes of servers, from short trajectories to long ones. Null: one of one GPU, or on
     nodes without slots whatever the planner chooses; there, only their tensor_parallel counts."""
+    shapes: Shapes = "alike"
+    """Servers that the planner proposes on nodes without slots: ``alike``, all of one
+    tensor-parallel degree; ``mixed``, of several, short trajectories on small servers and long ones
+    on large, where prices of several are known; ``auto``, whichever is predicted to have the
+    shorter step (``libra help planner``)."""
     gpu_memory: Share | None = None
     """The share of a GPU's memory that vLLM takes. Null: 0.9, of GPUs below 30 GB 0.85, since a
     version is loaded beside it. Of nodes with ``share`` that holds instead."""

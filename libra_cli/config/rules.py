@@ -53,6 +53,7 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     yield from _curriculum_problems(recipe)
     yield from _update_problems(recipe.training)
     yield from _elastic_problems(recipe)
+    yield from _shapes_problems(recipe.rollout, open_nodes=recipe.has_open_nodes)
     yield from _worker_problems(recipe)
 
 
@@ -290,6 +291,26 @@ def _bucket_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"be within {longest} and {recipe.model.max_len}",
             )
         longest = max(longest, bound)
+
+
+def _shapes_problems(rollout: RolloutSpec, *, open_nodes: bool) -> Iterator[Problem]:
+    """Servers of several shapes where slots or buckets leave no choice of them."""
+    if rollout.shapes == "alike":
+        return
+    if not open_nodes:
+        yield Problem(
+            ("rollout.shapes", "nodes"),
+            f"is {rollout.shapes}, but a server is as large as its slot, and not all nodes leave "
+            "their slots to the planner: give nodes GPUs and no slots, pool or share, or say the "
+            "shapes in rollout.buckets",
+        )
+    degrees = {bucket.tensor_parallel for bucket in rollout.buckets or ()}
+    if len(degrees) == 1:
+        yield Problem(
+            ("rollout.shapes", "rollout.buckets"),
+            f"is {rollout.shapes}, but all buckets have a tensor_parallel of {min(degrees)}: leave "
+            "buckets out, or name another size in them",
+        )
 
 
 def _update_problems(training: TrainingSpec) -> Iterator[Problem]:

@@ -147,6 +147,9 @@ class Explanation:
     horizon_steps: float
     bound: BoundChoice | None = None
     """The staleness bound, where the planner chooses it."""
+    shapes: str = ""
+    """What servers of several shapes take beside alike ones, where ``rollout.shapes`` asks for
+    them."""
 
     def of_first_plan(self) -> Explanation:
         """The same of the plan that a run begins with: nothing moves, and nothing was before."""

@@ -36,7 +36,7 @@ def sensitivities(config: ExperimentConfig, progress: Progress) -> ExperimentRes
     for trace in traces:
         for name, real, believed in cases:
             blank = replace(blank_job(config, trace), profile=real, believed=believed, variant=name)
-            layout = propose(believed, blank.workload, config.gpus).layout
+            layout = propose(believed, blank.workload, config.gpus, blank.settings).layout
             fixed = replace(blank, layout=layout)
             jobs += with_policies(fixed, config.policies, config.seeds)
     return run_experiment("where costs are others, or estimated wrongly", jobs, notes, progress)

@@ -37,6 +37,8 @@ from libra_cli.core.workload import Workload
 PLANNERS = ("colocated", "uniform", "static-best", "greedy", "streamrl", "dynarl", "libra")
 STATIC = ("colocated", "uniform", "static-best")
 """The planners that never move a slot."""
+PROPOSED = ("static-best", "libra")
+"""The planners that may have servers of several shapes; a rule moves servers of one."""
 QUEUE_PRESSURE, ACTIVE_PRESSURE, ROLLOUT_STARVES = 0.75, 0.85, 1.25
 BORROW, NEVER_BORROW = 1.15, 0.80
 """Thresholds of the artifact of Libra (arXiv 2606.03077), see ``_dynarl``."""
@@ -59,6 +61,8 @@ def first_layout(
     """
     if name not in PLANNERS:
         raise PlannerError(f"no planner is called {name!r}", hint=f"one of: {', '.join(PLANNERS)}")
+    if name not in PROPOSED:
+        settings = replace(settings, shapes="alike")
     if name == "colocated":
         return _colocated(profile, workload, gpus, settings)
     search = Search(profile, workload, gpus, settings)
@@ -74,7 +78,7 @@ def planner_of(
     """The planner of this name, for a run in this space."""
     if name == "libra":
         return Planner(space, lambda plan, evidence: profile, settings)
-    return Rule(name, profile, space, settings)
+    return Rule(name, profile, space, replace(settings, shapes="alike"))
 
 
 @dataclass(slots=True)

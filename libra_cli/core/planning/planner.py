@@ -374,6 +374,7 @@ class Planner:
             cost_s=decision.cost_s,
             payback_steps=decision.payback_steps,
             horizon_steps=decision.horizon,
+            shapes=search.compared(chosen),
         )
 
     def _runner_up(self, times: Times, others: Sequence[Candidate]) -> RunnerUp | None:

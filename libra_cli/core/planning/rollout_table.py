@@ -263,6 +263,10 @@ class RolloutTable:
         few = time.places >= 0.9 * servers.seats - self.workload.group_size
         return Constraint.SEATS if few else Constraint.KV_CACHE
 
+    def costs(self, degree: int, numbers: Any, train_s: Seconds) -> Any:
+        """Seconds of parts j to i - 1 on each of these numbers of servers: [number, j, i]."""
+        return self._cost(degree, numbers[:, None, None], self._seats, train_s)
+
     def _cost(self, degree: int, servers: Any, seats: int, train_s: Seconds) -> Any:
         """Seconds of parts j to i - 1 on ``servers`` of this degree, [j, i]."""
         equal = self._servers_of(degree, servers, seats, train_s)

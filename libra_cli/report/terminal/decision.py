@@ -43,6 +43,8 @@ def explanation_facts(told: Explanation) -> Iterator[Fact]:
     binds, bound = told.binds, told.binds_today.constraint
     other = "" if not told.move or bound == binds.constraint else f"; before, {bound}"
     yield "binds", f"{binds.words}{other}"
+    if told.shapes:
+        yield "shapes", told.shapes
     if told.bound is not None:
         yield "staleness", _bound(told.bound)
     second = told.runner_up

@@ -182,6 +182,20 @@ def test_buckets_say_which_shapes_open_nodes_may_have() -> None:
     assert {(b.tensor_parallel, b.max_num_seqs) for _, b in plan.servers} == {(4, 48)}
 
 
+def test_mixed_servers_begin_with_several_shapes_and_say_what_alike_ones_would_take() -> None:
+    placed = planned(*SIX, lengths=SHORT, rollout={"shapes": "mixed"})
+    check(recipe_of(*SIX), placed)
+    assert len({bucket.tensor_parallel for _, bucket in placed[0].servers}) > 1
+    assert placed[0].reasons[3].startswith("mixed ")
+    two = [{"name": f"b{n}", "tensor_parallel": n} for n in (2, 4)]
+    both = planned(*SIX, lengths=SHORT, rollout={"shapes": "mixed", "buckets": two})
+    assert {bucket.tensor_parallel for _, bucket in both[0].servers} == {2, 4}
+    auto = planned(*SIX, lengths=SHORT, rollout={"shapes": "auto"})
+    told = auto[0].reasons[3]
+    several = len({bucket.tensor_parallel for _, bucket in auto[0].servers}) > 1
+    assert told.startswith("mixed " if several else "alike: mixtures would ")
+
+
 def test_as_many_servers_stay_as_the_recipe_wants_at_least() -> None:
     planner = {"profile": "a800-qwen3-14b", "lengths": SHORT, "min_rollout": 9}
     plan, _ = first_plan(recipe_of(*SIX, planner=planner))

@@ -102,7 +102,7 @@ def test_where_todays_plan_is_the_best_the_next_best_says_by_how_much() -> None:
 
 def search(gpus: int, **changes: Any) -> Search:
     workload = Workload((TrajectorySample(500, 2000),) * 4, 256)
-    settings = PlannerSettings(shapes=(1, 4))
+    settings = PlannerSettings(degrees=(1, 4))
     return Search(replace(PROFILE, **changes), workload, gpus, settings)
 
 

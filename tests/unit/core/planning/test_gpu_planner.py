@@ -203,6 +203,43 @@ def test_a_run_begins_with_the_least_regret_whatever_it_gains() -> None:
     assert decision.explanation.chosen.layout == str(best)
 
 
+def test_a_run_of_mixed_servers_begins_and_stays_with_several_shapes_and_says_what_alike_take() -> (
+    None
+):
+    mixed, load = replace(SETTINGS, shapes="mixed"), work(3000)
+    layout = first_layout("libra", PROFILE, load, GPUS, mixed)
+    assert len(layout.servers) > 1
+    space = GpuPlacement.around(layout, search_of(load).training, max_len=131_072, moves=True)
+    plan, slots = space.place(layout)
+    buckets = {bucket.name: bucket for _, bucket in plan.servers}
+    assert sorted(bucket.tensor_parallel for bucket in buckets.values()) == list(layout.servers)
+    assert max(bucket.up_to_tokens for bucket in buckets.values()) == 131_072
+    assert len({bucket.up_to_tokens for bucket in buckets.values()}) == len(buckets)
+    run = Run("libra", load)
+    run.plan, run.slots = plan, slots
+    for mean in (3000, 300, 12_000):
+        planner = Planner(space, lambda plan, evidence: PROFILE, mixed)
+        decision = planner.decide(run.observed(work(mean)))
+        served = {bucket.tensor_parallel for _, bucket in decision.proposed.servers}
+        assert len(served) > 1
+        assert decision.explanation is not None
+        assert decision.explanation.shapes.startswith("mixed ")
+        assert decision.explanation.shapes.endswith(" s alike")
+
+
+def test_from_alike_servers_auto_goes_to_a_mixture_only_if_that_pays() -> None:
+    auto, load, run = replace(SETTINGS, shapes="auto"), work(3000), Run("libra", work(3000))
+    planner = Planner(run.space, lambda plan, evidence: PROFILE, auto)
+    moved = planner.decide(run.observed(load))
+    assert moved.plan is not None
+    assert len({bucket.tensor_parallel for _, bucket in moved.plan.servers}) > 1
+    assert moved.after.step_s < moved.before.step_s
+    kept = replace(planner, admission=Admission(min_gain=0.5)).decide(run.observed(load))
+    assert kept.plan is None
+    assert kept.explanation is not None
+    assert kept.explanation.shapes.startswith("alike: mixtures would gain ")
+
+
 def test_near_the_end_nothing_is_moved_that_could_not_pay() -> None:
     run = Run("libra", work(1000))
     for left, moves in ((0, False), (50, True)):
