@@ -5,6 +5,9 @@ Options may stand before or after the experiment's name; one it does not know is
 
 from __future__ import annotations
 
+import shlex
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +31,7 @@ from libra_cli.cli.reports import (
     only_json,
     run_experiments,
     show_report,
+    tell_report,
     warn,
     working,
     write_json,
@@ -164,6 +168,26 @@ def routing(context: typer.Context, asked: BenchOptions) -> None:
         with working() as progress:
             rows = compare(traces, asked.seeds, progress)
         show_report(routing_report(rows), asked.json_file)
+
+
+@bench.command()
+@taking("quick", *TO)
+def paper(context: typer.Context, asked: BenchOptions) -> None:
+    """What is published of Libra and StreamRL, beside what the simulator says."""
+    from libra_cli.bench.paper.experiment import paper as tables_of
+    from libra_cli.bench.paper.tables import QUICK as SMALL
+    from libra_cli.bench.paper.tables import WHOLE
+    from libra_cli.bench.report.paper import paper_page, paper_report
+
+    began = time.monotonic()
+    with errors_told():
+        with working() as progress:
+            tables = tables_of(SMALL if asked.quick else WHOLE, progress)
+        report = paper_report(tables)
+        show_report(report, asked.json_file)
+        page = paper_page(report.sheets, asked.out_dir, f"libra {shlex.join(sys.argv[1:])}")
+    if not only_json(asked.json_file):
+        tell_report(page, began)
 
 
 def _run(experiments: Sequence[Experiment], asked: BenchOptions) -> None:

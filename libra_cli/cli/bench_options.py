@@ -87,6 +87,9 @@ class BenchOptions:
         str, typer.Option(help="Values of training.max_staleness, separated by commas.")
     ] = "1,2,4"
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of a run.")] = 12
+    quick: Annotated[
+        bool, typer.Option("--quick", help="A minute, to see the page; its numbers mean nothing.")
+    ] = False
     calibrate: Annotated[
         Path | None,
         typer.Option(

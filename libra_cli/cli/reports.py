@@ -69,8 +69,13 @@ def run_experiments(
             command = f"libra {shlex.join(sys.argv[1:])}"
             report = files.write_report(out_dir, results, config, command)
     if not quiet:
-        took = f"{time.monotonic() - began:.0f} s"
-        out.print(f"report: {report}  ({took})", markup=False, soft_wrap=True, highlight=False)
+        tell_report(report, began)
+
+
+def tell_report(path: Path, began: float) -> None:
+    """Print where a page is, and how long it took since ``began``, of the monotonic clock."""
+    took = f"{time.monotonic() - began:.0f} s"
+    out.print(f"report: {path}  ({took})", markup=False, soft_wrap=True, highlight=False)
 
 
 def _print(results: Sequence[ExperimentResult]) -> None:

@@ -62,4 +62,9 @@ def write_report(
     parts = (f"{config.gpus} {config.profile.gpu}", config.profile.model, seeds, config.conditions)
     about = " · ".join((*parts, *(trace.name for trace in config.traces)))
     page = bench_page(results, about=about, command=command, warnings=config.warnings)
+    return write_page(directory, page)
+
+
+def write_page(directory: Path | None, page: str) -> Path:
+    """Write a page as ``bench.html``, under ``runs/`` without a directory; raises as ``write``."""
     return write((directory or RUNS / time.strftime("bench-%Y%m%d-%H%M%S")) / REPORT, page)

@@ -58,16 +58,8 @@ def bench_page(
     Raises:
         StateError: this installation lacks the template.
     """
-    import jinja2  # here, not above: a command that writes no report need not wait for it
-
-    from libra_cli.report.html.templates import template
-
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
     timelines = [timeline for result in results for timeline in result.timelines]
-    page = environment.from_string(template(_TEMPLATE))
-    return page.render(
+    return _rendered(
         about=about,
         command=command,
         warnings=warnings,
@@ -75,8 +67,33 @@ def bench_page(
         sections=[_section(result) for result in results],
         slots=_slot_charts(timelines),
         charts=_lengths(timelines),
-        version=__version__,
     )
+
+
+def sheets_page(title: str, found: Sequence[terminal.Sheet], *, about: str, command: str) -> str:
+    """A page of tables without drawings, as text; raises as ``bench_page``."""
+    section = {"title": title, "notes": (), "sheets": found, "comparisons": ()}
+    return _rendered(
+        about=about,
+        command=command,
+        warnings=(),
+        tiles=(),
+        sections=[section],
+        slots=(),
+        charts=(),
+    )
+
+
+def _rendered(**values: object) -> str:
+    import jinja2  # here, not above: a command that writes no report need not wait for it
+
+    from libra_cli.report.html.templates import template
+
+    environment = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    page = environment.from_string(template(_TEMPLATE))
+    return page.render(**values, version=__version__)
 
 
 # -- numbers ---------------------------------------------------------------------------------------
