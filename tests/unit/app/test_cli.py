@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from typer.testing import CliRunner
 
 from libra_cli import __version__
 from libra_cli.cli.main import app
+from libra_cli.core.scheduling.policy import POLICIES
+from libra_cli.plugins.finding import find
 from tests.sample_run import write
 
 CHECKOUT = Path(__file__).parents[3]
@@ -80,6 +83,30 @@ def test_a_dry_run_refuses_servers_that_the_model_cannot_be_divided_among(tmp_pa
     )
     recipe.write_text(smaller.replace("tensor_parallel: 4", "tensor_parallel: 2"))
     assert libra("run", "--dry-run", str(recipe)).exit_code == 0
+
+
+def test_a_run_takes_the_scheduling_policy_of_help_extend_by_its_entry_point(tmp_path, monkeypatch):
+    page = (CHECKOUT / "libra_cli/help/extend.md").read_text()
+    section = page.partition("## A scheduling policy")[2].partition("\n## ")[0]
+    code, points = (section.partition(f"```{kind}\n")[2] for kind in ("python", "toml"))
+    (tmp_path / "my_package.py").write_text(code.partition("```")[0])
+    about = tmp_path / "my_package-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (group,) = tomllib.loads(points.partition("```")[0])["project"]["entry-points"].items()
+    offered = [f"[{group[0]}]", *(f"{name} = {place}" for name, place in group[1].items())]
+    (about / "entry_points.txt").write_text("\n".join(offered))
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(
+        "nodes: [{host: local, slots: 2}]\nmodel: {build: {}}\n"
+        "environment: {name: calculator}\nscheduler: {policy: shortest}\n"
+    )
+    done = libra("run", "--dry-run", str(recipe))
+    assert "there is no scheduling policy 'shortest'" in " ".join(done.output.split())
+    monkeypatch.syspath_prepend(tmp_path)
+    done = libra("run", "--dry-run", str(recipe))
+    assert done.exit_code == 0, done.output
+    assert find(POLICIES, "shortest")().rank is not None
 
 
 def test_a_dry_run_reads_the_tasks_and_names_a_damaged_line(tmp_path):
