@@ -32,6 +32,7 @@ def _sheet(trace: str, by_rule: Mapping[str, Sequence[RoutingRow]]) -> Sheet:
         f"means over {len(ours)} seeds, {about}",
         "right: placed in the bucket of the tokens left; recall: mean of that over the buckets",
         f"over {OURS}: right, seed by seed, in points; ± 95 % interval",
+        "its likeliest: the same tree, by the likeliest bucket and not by mean and P90",
         "moved: share of the contexts, in tokens, that went to another bucket",
         f"published for Search-R1: {PUBLISHED} (arXiv 2606.03077)",
     )

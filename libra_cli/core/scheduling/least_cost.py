@@ -39,8 +39,6 @@ Limit: greedy, one request at a time; it assumes the load stays as it is over th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from libra_cli.core.scheduling.estimators import Estimator
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
 from libra_cli.core.types import Seconds, Tokens
@@ -63,27 +61,10 @@ class LeastExpectedCost:
     estimator: Estimator | None = None
 
     def choose(self, request: Request, queues: ServerQueues, *, now: Seconds) -> ServerQueue | None:
-        """Return the cheapest of the server of the last turn and the fastest of each bucket."""
-        last = queues.by_slot.get(request.last_slot or "")
-        return self.cheapest(request, last, queues.buckets)
-
-    def cheapest(
-        self,
-        request: Request,
-        last: ServerQueue | None,
-        buckets: Sequence[Sequence[ServerQueue]],
-    ) -> ServerQueue | None:
-        """Return the cheapest of ``last`` and the fastest of each of these buckets."""
-        best = last
-        least = self.cost(request, last) if last is not None else float("inf")
-        for bucket in buckets:
-            queue = min(bucket, key=_next_step_s)
-            if queue is last:
-                continue
-            cost = self.cost(request, queue)
-            if best is None or cost < least:
-                best, least = queue, cost
-        return best
+        """Return the cheapest of the candidates; of two that cost the same the first."""
+        return min(
+            candidates(request, queues), key=lambda one: self.cost(request, one), default=None
+        )
 
     def cost(self, request: Request, queue: ServerQueue) -> Seconds:
         """Seconds the request takes on this server, from itself and from the others there."""
@@ -94,13 +75,9 @@ class LeastExpectedCost:
         cost = ahead * (queue.next_step_s + context_s + num_requests * added_s)
         if not queue.holds_prefix_of(request):
             cost += price.prefill_s(request.context, 0) * (1 + num_requests)
-        if self.outgrows(request, queue):
+        if request.context + ahead > price.kv_tokens:
             cost += NEVER_S
         return cost
-
-    def outgrows(self, request: Request, queue: ServerQueue) -> bool:
-        """Whether the KV cache is too small for the context and what the placement is judged by."""
-        return request.context + self.horizon(request) > queue.cost.kv_tokens
 
     def horizon(self, request: Request) -> float:
         """Tokens that the placement is judged by: the next turn's."""
@@ -123,6 +100,13 @@ class LeastExpectedCost:
     ) -> bool:
         """Whether the idle server is the cheaper one."""
         return self.cost(request, idle) < self.cost(request, queued)
+
+
+def candidates(request: Request, queues: ServerQueues) -> list[ServerQueue]:
+    """The server of the last turn, and the fastest of each bucket."""
+    last = queues.by_slot.get(request.last_slot or "")
+    fastest = [min(bucket, key=_next_step_s) for bucket in queues.buckets]
+    return fastest if last is None else [last, *(one for one in fastest if one is not last)]
 
 
 def fits_kv(request: Request, queue: ServerQueue) -> bool:

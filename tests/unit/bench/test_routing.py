@@ -49,6 +49,19 @@ def test_outcomes_that_tell_what_is_left_are_used_by_the_causal_tree_alone() -> 
     assert rows[OURS].right > rows["turn index"].right + 0.2
 
 
+def test_a_heavy_tail_pulls_mean_and_p90_up_together_and_not_the_likeliest_bucket() -> None:
+    """Of five errors one leaves 20,000 tokens and the others 300, and every success 10."""
+    episodes = []
+    for task in range(100):
+        failed = task % 2 == 0
+        first = trajectory(task, failed=failed).turns[0]
+        left = (20_000 if task % 10 == 0 else 300) if failed else 10
+        last = Turn(left, 0, "", None, 0.0)
+        episodes.append(RecordedEpisode(f"task {task}", 200, (first, last), 0.0))
+    rows = by_rule(routing([Trace("made up", tuple(episodes))], 1, lambda _: None))
+    assert (rows[OURS].right, rows["its likeliest"].right) == (0.5, 0.9)
+
+
 def test_what_always_says_the_same_is_right_as_often_as_that_is_true_and_moves_nothing() -> None:
     row = by_rule(routing([trace()], 1, lambda _: None))["always the shortest"]
     assert (row.recall, row.moved) == (0.5, 0.0)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,10 +54,12 @@ def chosen(made: LeastExpectedCost, asked: Request, *servers: ServerQueue) -> st
     return queue.slot
 
 
-def unlike(**more: int) -> tuple[ServerQueue, ServerQueue, ServerQueue]:
+def unlike(*, faster: float = 1.1, **more: int) -> tuple[ServerQueue, ServerQueue, ServerQueue]:
     """The long level has the faster servers, which libra's own rule would take."""
     a, b = server("short-1", 1, up_to=100, **more), server("short-2", 1, up_to=100, **more)
-    return a, b, server("long", 4, up_to=20_000)
+    law = replace(COSTS[1], kv_tokens=100_000)
+    law = replace(law, step_s=law.step_s / faster, prefill_token_s=law.prefill_token_s / faster)
+    return a, b, ServerQueue("long", Bucket("TP4", 4, 4, 20_000), law, KEY)
 
 
 def test_everything_starts_on_the_level_for_the_least_work() -> None:
@@ -71,8 +74,17 @@ def test_an_error_demotes_and_a_success_keeps() -> None:
     made = policy()
     played(made, 1, ERROR)
     played(made, 2, OK)
-    assert chosen(made, request(1, last="short-1"), *unlike()) == "long"
-    assert chosen(made, request(2, last="short-2"), *unlike()) == "short-2"
+    assert chosen(made, request(1), *unlike()) == "long"
+    assert chosen(made, request(2), *unlike()) == "short-1"
+
+
+def test_a_success_after_an_error_promotes() -> None:
+    made = policy()
+    for group in range(2_000, 2_060):
+        played(made, group, ERROR, OK)
+        made.tree.finished(TrajectoryId(group, 0), generated=110)
+    played(made, 1, ERROR, OK)
+    assert chosen(made, request(1, turns=2), *unlike()) == "short-1"
 
 
 def test_on_its_level_a_turn_goes_where_it_costs_least() -> None:
@@ -80,25 +92,22 @@ def test_on_its_level_a_turn_goes_where_it_costs_least() -> None:
     played(made, 2, OK)
     servers[0].enter(request(50))
     assert chosen(made, request(2), *servers) == "short-2"
-    # A long context stays with its cache beside one more request.
+    # A long context stays with its cache beside one more request, and on another level.
     assert chosen(made, request(2, context=20_000, last="short-1"), *servers) == "short-1"
+    assert chosen(made, request(2, context=20_000, last="long"), *servers) == "long"
 
 
-def test_it_leaves_another_level_when_that_costs_less_than_to_stay() -> None:
-    made, servers = policy(), unlike()
+@pytest.mark.parametrize(("faster", "slot"), [(1.25, "short-1"), (1.35, "long")])
+def test_another_level_is_taken_where_it_is_that_much_cheaper(faster: float, slot: str) -> None:
+    made = policy()
     played(made, 2, OK)
-    assert chosen(made, request(2, last="long"), *servers) == "long"
-    for number in range(250):
-        servers[2].enter(request(50 + number))
-    assert chosen(made, request(2, last="long"), *servers) == "short-1"
+    assert chosen(made, request(2), *unlike(faster=faster)) == slot
 
 
-def test_what_a_level_cannot_hold_goes_to_the_next() -> None:
+def test_what_a_level_cannot_hold_goes_to_another() -> None:
     made = policy()
     played(made, 2, OK)
     assert chosen(made, request(2, context=500), *unlike(kv=400)) == "long"
-    small = [server("short", 1, up_to=100, kv=400), server("long", 4, up_to=20_000, kv=400)]
-    assert chosen(made, request(2, context=500), *small) == "long"
 
 
 def test_a_level_that_is_gone_is_that_of_the_servers_that_stay() -> None:
