@@ -1,15 +1,17 @@
 """How far the cost model is off: static plans of the declared workloads, predicted and simulated.
 
 A point is a workload, a layout of 48 GPUs and a staleness bound, under ``hold``. Nothing was fitted
-on any. Predicted is what the planner plans with: the law (``core.planning.search``) on *other*
-draws of the same tasks. Simulated is the mean step once the pipeline is full. Rollout is told where
-the halves take turns (bound 0), a step less its training; else it cannot be told apart.
+on any. Predicted is what the planner plans with, the law of ``core.planning.search``, told the very
+trajectories that are played: with others of the same prompts, as a planner has them, the longest of
+a batch alone would decide. Simulated is the mean step once the pipeline is full. Rollout is told
+where the halves take turns (bound 0), a step less its training; else it cannot be told apart.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from statistics import fmean
 
 from libra_cli.bench.config import Progress
@@ -92,7 +94,8 @@ def _layout(degree: int, number: int, longest: int) -> Layout:
 
 def _point(job: Job) -> Point:
     assert job.layout is not None
-    times = Search(job.believed, job.workload, job.gpus, PlannerSettings()).times(job.layout)
+    played = job.work_of(islice(job.groups(), job.steps * job.groups_per_step))
+    times = Search(job.believed, played, job.gpus, PlannerSettings()).times(job.layout)
     world = world_of(job)
     world.run()
     ended = [step.ended_at for step in world.recording.steps]
