@@ -183,6 +183,20 @@ def test_other_buckets_make_another_plan_and_it_says_why(tmp_path: Path) -> None
     )
 
 
+def test_other_shapes_make_another_plan_and_it_says_why(tmp_path: Path) -> None:
+    recipe = open_nodes(generated=300, turns=2)
+    had = explained_first_plan(recipe, A800)
+    done = machine_of(recipe, had.plan, had.slots, IDENTITY).handle(e.RunStarted(), now=1.0)
+    saved = [action.record for action in done if isinstance(action, Save)]
+    run_dir = kept(tmp_path / "run", recipe, saved)
+    assert begun(recipe, run_dir, A800).plan.servers == had.plan.servers
+    rollout = recipe.model_dump()["rollout"] | {"shapes": "mixed"}
+    other = Recipe.model_validate(recipe.model_dump() | {"rollout": rollout})
+    plan = begun(other, run_dir, A800).plan
+    assert len({bucket.tensor_parallel for _, bucket in plan.servers}) > 1
+    assert plan.reasons[0].endswith("resumed: rollout.shapes changed since plan 0")
+
+
 def test_a_run_that_was_killed_before_its_first_plan_makes_one(tmp_path: Path) -> None:
     recipe = elastic.scene().recipe
     run_dir = kept(tmp_path / "run", recipe, [sample_run.run_record()])
