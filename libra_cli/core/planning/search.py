@@ -362,10 +362,11 @@ class Search:
 
     def rollout_s(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds) -> Seconds:
         """Rollout seconds of a step, beside so long a training step: what the table says, and for
-        several shapes what a scheduler will miss of it.
+        several shapes what it misses of them.
         """
         shapes = {bucket.tensor_parallel for bucket in buckets}
-        return self.table.buckets_s(buckets, train_s) * (1 + MISSED * (len(shapes) > 1))
+        missed = MISSED
+        return self.table.buckets_s(buckets, train_s) * (1 + missed * (len(shapes) > 1))
 
     def _times(self, rollout_s: Seconds, train_s: Seconds) -> Times:
         return Times(rollout_s, train_s, in_turn=self.workload.takes_turns)

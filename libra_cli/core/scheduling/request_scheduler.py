@@ -7,6 +7,11 @@ the order of the policy's rank. An idle server (one with a free seat and an empt
 the head of the longest other queue, if the policy allows it. A choice is looked at again when its
 server goes away. Nothing is moved once it generates.
 
+A trajectory begins only where the newest version is. Servers come to it one after the other, within
+moments, and all that waits to begin would go to the first of them. So a beginning queues at any
+server, behind what goes on there, and enters when that has the version; ``BEGIN_PATIENCE_S`` after
+the first server had it, beginnings choose again among those that have it.
+
 Guarantees: no more requests inside a server than it has seats; nothing is lost or sent twice.
 Limits: a head that does not fit the KV budget holds up what is behind it, on purpose: letting
 smaller ones pass would starve it. Nothing else keeps a rank from doing that: no more trajectories
@@ -22,6 +27,7 @@ training is over they have all seats and go first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import inf
 
 from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.scheduling.server_queues import Request, ServerQueue, ServerQueues
@@ -33,6 +39,10 @@ Chosen: it bounds what a request of training may find taken, since no turn is pr
 EVALUATION_PATIENCE_S: Seconds = 30.0
 """Seconds after which an evaluation's request takes the next seat. Chosen: longer than most turns,
 so that training goes first wherever seats become free.
+"""
+BEGIN_PATIENCE_S: Seconds = 5.0
+"""Seconds for which trajectories wait to begin on servers that are still to get a version which
+another has. Chosen: a version reaches servers of one network within less of each other.
 """
 
 
@@ -49,6 +59,11 @@ class RequestScheduler:
         self._roomy: dict[SlotId, None] = {}
         self._spare: dict[SlotId, ServerQueue] = {}
         self._order = 0
+        #: Those that wait to begin for the version of the server that they queue at.
+        self._early: dict[TrajectoryId, None] = {}
+        self._latest: WeightVersion | None = None
+        #: When a server first had the newest version.
+        self._latest_since: Seconds = inf
         #: Requests of evaluations that wait, in the order they came.
         self._evaluations: dict[TrajectoryId, Request] = {}
         #: Whether nothing is trained any more.
@@ -73,15 +88,22 @@ class RequestScheduler:
     ) -> None:
         """Take the routable servers, and ``latest`` as the newest version.
 
-        Requests queued at a server that is gone choose again.
+        Requests queued at a server that is gone choose again, and those that wait to begin.
         """
         before, self.queues = self.queues, ServerQueues(queues, latest)
         self._roomy, self._spare = dict.fromkeys(self.queues.by_slot), {}
+        if latest != self._latest:
+            self._latest, self._latest_since = latest, inf
+        if len(self.queues.newest):
+            self._latest_since = min(self._latest_since, now)
         gone = [queue for queue in before if self.queues.by_slot.get(queue.slot) is not queue]
-        orphans = [request for queue in gone for request in queue.waiting.values()]
-        for request in orphans:
+        orphans = {who: request for queue in gone for who, request in queue.waiting.items()}
+        orphans |= {who: self._queued[who].waiting[who] for who in self._early}
+        self._choose_again([*self._unplaced.values(), *orphans.values()], now)
+
+    def _choose_again(self, requests: Iterable[Request], now: Seconds) -> None:
+        for request in sorted(requests, key=_since):
             self.withdraw(request.trajectory)
-        for request in sorted([*self._unplaced.values(), *orphans], key=_since):
             self.submit(request, now=now)
 
     # -- requests -------------------------------------------------------------------------------
@@ -94,12 +116,18 @@ class RequestScheduler:
             self._spare.clear()
             return
         self._unplaced.pop(request.trajectory, None)
-        queue = self.policy.choose(request, self._open_to(request), now=now)
+        patient = now < self._latest_since + BEGIN_PATIENCE_S
+        open_to = self.queues if patient else self._open_to(request)
+        queue = self.policy.choose(request, open_to, now=now)
         if queue is None:
             self._unplaced[request.trajectory] = request
             return
         self._order += 1
-        queue.enqueue(request, self.policy.rank(request), self._order)
+        rank = self.policy.rank(request)
+        if queue.slot not in self._open_to(request).by_slot:
+            self._early[request.trajectory] = None
+            rank = inf
+        queue.enqueue(request, rank, self._order)
         self._queued[request.trajectory] = queue
         self._roomy[queue.slot] = None
 
@@ -110,6 +138,7 @@ class RequestScheduler:
         """Forget a request, if it waits here."""
         self._evaluations.pop(trajectory, None)
         self._unplaced.pop(trajectory, None)
+        self._early.pop(trajectory, None)
         queue = self._queued.pop(trajectory, None)
         if queue is not None:
             queue.dequeue(trajectory)
@@ -123,6 +152,8 @@ class RequestScheduler:
 
     def dispatch(self, *, now: Seconds) -> Iterator[tuple[Request, ServerQueue]]:
         """Take out every request that its server, or another, has room for."""
+        if self._early and now >= self._latest_since + BEGIN_PATIENCE_S:
+            self._choose_again([self._queued[who].waiting[who] for who in self._early], now)
         while self._roomy and (self._queued or self._evaluations):
             queue = self.queues.by_slot[next(iter(self._roomy))]
             request = self._next_for(queue, now)
@@ -140,6 +171,7 @@ class RequestScheduler:
         if self._evaluations.pop(request.trajectory, None) is not None:
             return
         queued = self._queued.pop(request.trajectory)
+        self._early.pop(request.trajectory, None)
         if queued is not entered:
             queued.dequeue(request.trajectory)
 
@@ -166,7 +198,7 @@ class RequestScheduler:
                 return first
         if queue.waiting:
             head = queue.head()
-            return head if head is not None and self.policy.admits(head, queue) else None
+            return head if head is not None and self._enters(head, queue) else None
         return self._steal_for(queue, now) or self._evaluation_for(queue)
 
     def _evaluations_first(self, now: Seconds) -> bool:
@@ -210,7 +242,8 @@ class RequestScheduler:
         return request if self.policy.allow_steal(request, queued, idle, now=now) else None
 
     def _enters(self, request: Request, queued: ServerQueue) -> bool:
-        return queued.has_seat and self.policy.admits(request, queued)
+        open_to = request.trajectory not in self._early
+        return open_to and queued.has_seat and self.policy.admits(request, queued)
 
     def check(self) -> None:
         """Raise AssertionError if a server has more requests than

@@ -19,6 +19,7 @@ from libra_cli.core.scheduling.baselines import (
 from libra_cli.core.scheduling.least_cost import KV_SHARE, LeastExpectedCost
 from libra_cli.core.scheduling.policy import POLICIES, SchedulingPolicy
 from libra_cli.core.scheduling.request_scheduler import (
+    BEGIN_PATIENCE_S,
     EVALUATION_PATIENCE_S,
     RequestScheduler,
 )
@@ -200,7 +201,33 @@ def test_a_trajectory_begins_only_where_the_newest_version_is() -> None:
     made.submit(request(2, turns=3), now=0.0)
     assert sent(made) == {2: "old"}
     made.refresh([old, new], latest=WeightVersion(1, 1), now=1.0)
-    assert sent(made, now=1.0) == {1: "new"}
+    assert sent(made, now=1.0 + BEGIN_PATIENCE_S) == {1: "new"}
+
+
+@pytest.mark.parametrize("patient", [True, False])
+def test_what_waits_to_begin_is_shared_by_servers_that_get_a_version_one_after_the_other(
+    patient: bool,
+) -> None:
+    newest = WeightVersion(1, 1)
+    servers = [server("a", seats=16), server("b", seats=16)]
+    made = RequestScheduler(LeastExpectedCost())
+    made.refresh(servers, latest=newest, now=0.0)
+    for number in range(8):
+        made.submit(request(number, turns=0, context=100), now=0.0)
+    made.submit(request(99, turns=3, context=100), now=0.0)
+    assert set(sent(made)) == {99}, "what goes on does not wait for a version"
+    servers[0].key = newest
+    made.refresh(servers, latest=newest, now=1.0)
+    began = sent(made, now=1.0)
+    assert set(began.values()) == {"a"}
+    assert 3 <= len(began) <= 5
+    if patient:
+        servers[1].key = newest
+        made.refresh(servers, latest=newest, now=1.5)
+    later = sent(made, now=1.0 + BEGIN_PATIENCE_S)
+    assert set(later.values()) == ({"b"} if patient else {"a"})
+    assert len(began) + len(later) == 8
+    made.check()
 
 
 @pytest.mark.parametrize("name", POLICIES.shipped)
