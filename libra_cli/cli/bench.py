@@ -28,6 +28,7 @@ from libra_cli.cli.bench_options import (
 from libra_cli.cli.reports import (
     Experiment,
     Json,
+    by_part,
     only_json,
     run_experiments,
     show_report,
@@ -182,7 +183,8 @@ def paper(context: typer.Context, asked: BenchOptions) -> None:
     began = time.monotonic()
     with errors_told():
         with working() as progress:
-            tables = tables_of(SMALL if asked.quick else WHOLE, progress)
+            note = progress if err.is_terminal else by_part(err.print)
+            tables = tables_of(SMALL if asked.quick else WHOLE, note)
         report = paper_report(tables)
         show_report(report, asked.json_file)
         page = paper_page(report.sheets, asked.out_dir, f"libra {shlex.join(sys.argv[1:])}")

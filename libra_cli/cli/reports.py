@@ -33,6 +33,19 @@ def working() -> Iterator[Progress]:
         yield lambda text: status.update(escape(text))
 
 
+def by_part(say: Callable[[str], None]) -> Progress:
+    """Say each part once, which is what comes before a colon: where no line can be drawn over."""
+    told: set[str] = set()
+
+    def note(text: str) -> None:
+        part = text.partition(":")[0]
+        if part not in told:
+            told.add(part)
+            say(part)
+
+    return note
+
+
 def show_report(report: Report, json_file: Path | None) -> None:
     """Print the tables of a report, and write its JSON where that is asked for."""
     from libra_cli.bench.report.terminal import sheets_view

@@ -173,7 +173,8 @@ def _sheet(sheet: Sheet) -> Iterator[RenderableType]:
     for row in sheet.rows:
         table.add_row(*row)
     yield Text(sheet.title, style="bold")
-    yield Padding(table, (0, 0, 0, 1))
+    if sheet.rows:
+        yield Padding(table, (0, 0, 0, 1))
     for note in sheet.notes:
         yield Padding(Text(note, style="dim"), (0, 0, 0, 1))
 

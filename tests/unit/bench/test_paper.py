@@ -207,3 +207,8 @@ def test_the_json_has_every_number_with_its_unit(invented: Invented) -> None:
 )
 def test_a_figure_has_its_unit(what: Figure | str | None, words: str) -> None:
     assert told(what) == words
+
+
+def test_where_no_line_can_be_drawn_over_every_part_is_told_once(invented: Invented) -> None:
+    told_lines = libra("--quick", "--json", "-").stderr.split("\n")
+    assert [told_lines.count(part) for part in ("systems", "StreamRL", "cost model")] == [1, 1, 1]
