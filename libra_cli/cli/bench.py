@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -28,7 +29,7 @@ from libra_cli.cli.bench_options import (
 from libra_cli.cli.reports import (
     Experiment,
     Json,
-    by_part,
+    one_by_one,
     only_json,
     run_experiments,
     show_report,
@@ -178,17 +179,22 @@ def paper(context: typer.Context, asked: BenchOptions) -> None:
     from libra_cli.bench.paper.experiment import paper as tables_of
     from libra_cli.bench.paper.tables import QUICK as SMALL
     from libra_cli.bench.paper.tables import WHOLE
-    from libra_cli.bench.report.paper import paper_page, paper_report
+    from libra_cli.bench.report.paper import paper_page, paper_report, paper_sheet
+    from libra_cli.bench.report.terminal import sheets_view
+    from libra_cli.bench.results import FORMAT
 
-    began = time.monotonic()
+    began, quiet = time.monotonic(), only_json(asked.json_file)
     with errors_told():
-        with working() as progress:
-            note = progress if err.is_terminal else by_part(err.print)
-            tables = tables_of(SMALL if asked.quick else WHOLE, note)
+        tables = []
+        for table in one_by_one(partial(tables_of, SMALL if asked.quick else WHOLE)):
+            tables.append(table)
+            if not quiet:
+                out.print(sheets_view([paper_sheet(table)]))
         report = paper_report(tables)
-        show_report(report, asked.json_file)
+        write_json(asked.json_file, {"format": FORMAT, **report.body})
         page = paper_page(report.sheets, asked.out_dir, f"libra {shlex.join(sys.argv[1:])}")
-    if not only_json(asked.json_file):
+    if not quiet:
+        out.print(sheets_view(report.sheets[len(tables) :]))
         tell_report(page, began)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, TypeVar
 
 import typer
 from rich.markup import escape
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from libra_cli.bench.results import ExperimentResult
 
 Json = Annotated[Path | None, typer.Option("--json", help="One JSON object; - prints only that.")]
+_Item = TypeVar("_Item")
 Experiment: TypeAlias = "Callable[[ExperimentConfig, Progress], ExperimentResult]"
 ProfileName = Annotated[str, typer.Option("--profile", help="Costs of a GPU and model, or a file.")]
 
@@ -33,7 +34,21 @@ def working() -> Iterator[Progress]:
         yield lambda text: status.update(escape(text))
 
 
-def by_part(say: Callable[[str], None]) -> Progress:
+def one_by_one(make: Callable[[Progress], Iterator[_Item]]) -> Iterator[_Item]:
+    """Yield what is made, and say on the terminal what is going on until each is there."""
+    notes: list[Progress] = [_by_part(err.print)]
+    items = make(lambda text: notes[-1](text))
+    while True:
+        with working() as progress:
+            if err.is_terminal:
+                notes.append(progress)
+            item = next(items, None)
+        if item is None:
+            return
+        yield item
+
+
+def _by_part(say: Callable[[str], None]) -> Progress:
     """Say each part once, which is what comes before a colon: where no line can be drawn over."""
     told: set[str] = set()
 

@@ -32,12 +32,8 @@ NOT_SHOWN = (
 """Published results that are not here, and why."""
 
 
-def paper(scale: PaperScale, progress: Progress) -> list[PaperTable]:
-    """Simulate what has to be, and return all tables."""
-    return list(_tables(scale, progress))
-
-
-def _tables(scale: PaperScale, progress: Progress) -> Iterator[PaperTable]:
+def paper(scale: PaperScale, progress: Progress) -> Iterator[PaperTable]:
+    """Yield every table as soon as what it needs has been simulated."""
     progress("growth and tokens by length")
     yield payload_table()
     yield growth_table()

@@ -23,7 +23,7 @@ def paper_report(tables: Sequence[PaperTable]) -> Report:
         "tables": [asdict(table) for table in tables],
         "not_shown": [{"what": what, "why": why} for what, why in NOT_SHOWN],
     }
-    return Report((*map(_sheet, tables), missing), {"paper": body})
+    return Report((*map(paper_sheet, tables), missing), {"paper": body})
 
 
 def paper_page(found: Sequence[Sheet], directory: Path | None, command: str) -> Path:
@@ -33,7 +33,8 @@ def paper_page(found: Sequence[Sheet], directory: Path | None, command: str) -> 
     return write_page(directory, page)
 
 
-def _sheet(table: PaperTable) -> Sheet:
+def paper_sheet(table: PaperTable) -> Sheet:
+    """Return the sheet of one table."""
     rows = [
         (row.what, told(row.published), told(row.shipped), told(row.as_published))
         for row in table.rows
