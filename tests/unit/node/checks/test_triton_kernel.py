@@ -1,4 +1,5 @@
-"""What Triton needs on a host before it can compile anything. The launch itself needs a GPU."""
+"""What Triton needs on a host before it can compile anything, and the kernel that it compiles. The
+launch itself needs a GPU."""
 
 from __future__ import annotations
 
@@ -41,3 +42,21 @@ def test_missing_headers_are_named(headers: Path):
 def test_without_a_gpu_a_launch_fails_instead_of_passing():
     with pytest.raises((AssertionError, RuntimeError)):
         triton_kernel.problem()
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("capability", [80, 89, 90])
+def test_the_kernel_compiles_for_gpus(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Triton refused it on a GPU for the annotations of its parameters; no GPU is needed to see."""
+    from triton import compiler
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    source = compiler.ASTSource(
+        fn=triton_kernel._twice,
+        signature={"source": "*fp32", "target": "*fp32", "size": "constexpr"},
+        constexprs={(2,): triton_kernel.SIZE},
+    )
+    assert compiler.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
