@@ -6,8 +6,10 @@ import re
 
 from libra_cli.runtime.hosts.agent_messages import Exited
 
+_RANK = r"(?:\[rank\d+\]:\s*)?"
+"""What torch writes before every line of an error in a process of a group, even of one."""
 _ERROR = re.compile(
-    r"^(?!subprocess\.CalledProcessError)[\w.]*(Error|Exception|Interrupt)\b.*", re.M
+    rf"^{_RANK}((?!subprocess\.CalledProcessError)[\w.]*(?:Error|Exception|Interrupt)\b.*)", re.M
 )
 
 
@@ -21,6 +23,6 @@ def how_it_ended(event: Exited) -> str:
 
 def error_in(text: str) -> str:
     """The last line of a log that names an error, or the last of all."""
-    errors = [match[0] for match in _ERROR.finditer(text)]
+    errors = [match[1] for match in _ERROR.finditer(text)]
     lines = [line for line in text.splitlines() if line.strip()]
     return (errors or lines or ["it wrote nothing"])[-1].strip()[:500]

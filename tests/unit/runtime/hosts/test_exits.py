@@ -18,6 +18,15 @@ from libra_cli.runtime.hosts.exits import how_it_ended
             "torch.OutOfMemoryError: CUDA\nsubprocess.CalledProcessError: Command\n",
             "torch.OutOfMemoryError: CUDA",
         ),
+        (
+            (
+                '[rank0]:   File "core.py", line 157\n'
+                "[rank0]: ModuleNotFoundError: No module named 'torchvision'\n"
+                "[rank0]:[W1126 04:30:26.644 ProcessGroupNCCL.cpp:1624] Warning: WARNING: "
+                "destroy_process_group() was not called before program exit\n"
+            ),
+            "ModuleNotFoundError: No module named 'torchvision'",
+        ),
     ],
 )
 def test_a_process_that_failed_is_told_with_its_last_error(tail, reason):
