@@ -11,12 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from libra_cli.config.errors import ServerError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.events import PublishedVersion
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.process import HostFacts
 from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.types import WeightVersion
+from libra_cli.runtime.hosts.agent_messages import Exited
+from libra_cli.runtime.hosts.exits import how_it_ended
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.hosts.transport import Endpoint
@@ -89,6 +92,24 @@ def bench_of(
             assert not left
 
 
+async def _ready(server: ServerClient, exits: asyncio.Queue[Exited], start_s: float) -> None:
+    """Wait until the server answers.
+
+    Raises:
+        ServerError: its process has ended, or it does not answer in time.
+    """
+    ready, ended = (
+        asyncio.create_task(server.wait_ready(timeout_s=start_s)),
+        asyncio.create_task(exits.get()),
+    )
+    await asyncio.wait({ready, ended}, return_when=asyncio.FIRST_COMPLETED)
+    if ended.done():
+        ready.cancel()
+        raise ServerError(f"{ended.result().process} {how_it_ended(ended.result())}")
+    ended.cancel()
+    await ready
+
+
 @asynccontextmanager
 async def _opened(
     model: Mapping[str, Any],
@@ -121,12 +142,13 @@ async def _opened(
     host = Host("local", LocalTransport(), workdir=str(base))
     # By this mark everything of the run is stopped: two test runs must not have the same.
     run_id = f"test-server-{os.getpid()}"
+    exits: asyncio.Queue[Exited] = asyncio.Queue()
     await host.open(
         run_id,
         token=token,
         lease_s=60,
         weights_dir=str(base / "weights"),
-        on_event=lambda event: None,
+        on_event=lambda event: exits.put_nowait(event) if isinstance(event, Exited) else None,
     )
     try:
         facts = HostFacts(
@@ -148,7 +170,7 @@ async def _opened(
         await host.start(spec.process, argv, env=env, files=dict(spec.files))
         endpoint = await host.dial(facts.socket_of(spec.process))
         server = ServerClient("local/0", 0, endpoint, token)
-        await server.wait_ready(timeout_s=start_s)
+        await _ready(server, exits, start_s)
         yield host, server, endpoint
         await server.close()
     finally:

@@ -120,7 +120,7 @@ def _all(
     report = record.base / "report.txt"
     report.write_text(text_of(shown))
     failed = any(result["verdict"] == "failed" for result in results)
-    if not failed:
+    if not failed and not list(_left(record, gpus)):
         shutil.rmtree(record.work, ignore_errors=True)
     console.print(f"please attach to an issue: {os.path.relpath(report)}")
     return int(failed)
@@ -131,19 +131,25 @@ def _checks(
 ) -> Iterator[tuple[Check, dict[str, Any]]]:
     """The checks that are left and that this machine allows, as they end. The rehearsal makes those
     of several GPUs too: there ranks are processes."""
-    done = {result["check"] for result in record.results()} - set(only)
-    left = [
-        check
-        for check in CHECKS
-        if check.name not in done and (not only or check.name in only)
-        if not gpus or check.gpus <= gpus
-    ]
+    left = _left(record, gpus, only)
     while left:
         _, together = next(groupby(left, lambda check: check.part))
         group = list(together)
         for check, result in _in_a_process(group, record, gpus):
             left.remove(check)
             yield check, result
+
+
+def _left(record: Record, gpus: int, only: Sequence[str] = ()) -> list[Check]:
+    """The checks that this machine allows and that are to be made: those named, or all that have
+    not been made."""
+    done = {result["check"] for result in record.results()}
+    return [
+        check
+        for check in CHECKS
+        if (check.name in only if only else check.name not in done)
+        if not gpus or check.gpus <= gpus
+    ]
 
 
 def _in_a_process(

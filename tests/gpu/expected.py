@@ -1,7 +1,8 @@
 """The checks in their order, the numbers that a right machine shows, and what to do about others.
 
 Where the ranges come from: runs of others on these GPUs, bandwidths of their makers and what the
-same code shows on CPUs. No check has been made on a GPU by us; who makes one tells us more.
+same code shows on CPUs. On a GPU, an H200, we have made the checks of machine, kernels and trainer;
+who makes the others tells us more.
 
 A number outside ``must`` fails its check. One outside ``expect`` is marked to be looked at: it may
 be a slower machine, or the range may be wrong.
@@ -149,7 +150,7 @@ CHECKS = (
             Number("head_memory", must=(0, 0.25), expect=(0.04, 0.12), gpu_only=True),
             Number("attention_error", must=(0, 0.02), expect=(0.002, 0.01), on_cpu=(0, 0.02)),
             Number("checksums_equal", must=YES),
-            Number("checksum_gb_per_s", expect=_speeds((120, 170), (80, 105), (35, 50))),
+            Number("checksum_gb_per_s", expect=_speeds((75, 170), (80, 105), (35, 50))),
         ),
         "tell us: torch computes something else on this GPU",
     ),

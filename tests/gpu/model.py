@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,8 +69,14 @@ def build(size: Size, directory: Path, device: str) -> None:
     save_tokenizer(build_tokenizer(), directory, max_len=512)
 
 
-def batch(size: Size, seed: int) -> list[TokenSample]:
-    """Trajectories of half, a quarter, an eighth ... of the tokens, 85 % of them generated."""
+def batch(
+    size: Size, seed: int, scored: Callable[[Sequence[int]], Sequence[float]]
+) -> list[TokenSample]:
+    """Trajectories of half, a quarter, an eighth ... of the tokens, 85 % of them generated.
+
+    ``scored`` tells the log-probabilities of a text's tokens but the first, in nats. The model that
+    trains says how likely they were: a ratio far from 1 is clipped, and nothing would be learned.
+    """
     rng = np.random.default_rng(seed)
     found: list[TokenSample] = []
     left = size.tokens
@@ -77,12 +84,14 @@ def batch(size: Size, seed: int) -> list[TokenSample]:
         length = left // 2
         left -= length
         mask = (np.arange(length) >= length * 0.15).astype(np.int8)
+        tokens = rng.integers(4, size.shape.vocabulary, length, dtype=np.int32)
+        told = np.array([0.0, *scored(tokens.tolist())], dtype=np.float32)
         found.append(
             TokenSample(
                 group=0,
                 member=len(found),
-                token_ids=rng.integers(4, size.shape.vocabulary, length, dtype=np.int32),
-                logprobs=np.where(mask, np.float32(-7.0), np.float32(0)),
+                token_ids=tokens,
+                logprobs=np.where(mask, told, np.float32(0)),
                 loss_mask=mask,
                 reward=float(len(found) % 2),
                 advantages=((0, 2.0 * (len(found) % 2) - 1),),

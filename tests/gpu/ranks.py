@@ -174,12 +174,13 @@ def _step(
     gap = apart(found, wanted)
     if kept:
         torch.save(found, base / kept)
-    one.train(0, batch(size, 0))
+    one.train(0, batch(size, 0, one.logprobs_of))
     peak_gib(one.device.type, anew=True)
     seconds = []
     for number in range(3):
+        samples = batch(size, number, one.logprobs_of)
         began = time.monotonic()
-        one.train(number, batch(size, number))
+        one.train(number, samples)
         seconds.append(time.monotonic() - began)
     return {
         "sharded": one.sharded,
@@ -192,16 +193,16 @@ def _step(
 
 
 def _save(one: Trainer, size: Size, base: Path, **given: str) -> dict[str, Any]:
-    one.train(1, batch(size, 1))
+    one.train(1, batch(size, 1, one.logprobs_of))
     path = checkpoint.save(one, base / "checkpoints", ledger={"step": 1}, keep=1)
     before = one.logprobs_of(PROBED)
-    one.train(2, batch(size, 2))
+    one.train(2, batch(size, 2, one.logprobs_of))
     return {"path": str(path), "before": before, "after": one.logprobs_of(PROBED)}
 
 
 def _resume(one: Trainer, size: Size, base: Path, *, path: str, **given: str) -> dict[str, Any]:
     checkpoint.load(one, Path(path))
-    one.train(2, batch(size, 2))
+    one.train(2, batch(size, 2, one.logprobs_of))
     return {"after": one.logprobs_of(PROBED)}
 
 

@@ -39,12 +39,13 @@ def trainer(place: Place) -> dict[str, Any]:
     torch.save(gradient_of(one, size), place.base / "gradient.pt")
     written: list[VersionOnDisk] = []
     publisher = _publisher(one, place.base / "versions", written)
-    one.train(0, batch(size, 0))  # the first has kernels to choose
+    one.train(0, batch(size, 0, one.logprobs_of))  # the first has kernels to choose
     step_s, still_s, whole_s = list[float](), list[float](), list[float]()
     for version in range(VERSIONS):
+        samples = batch(size, version, one.logprobs_of)
         peak_gib(place.device, anew=True)
         began = time.monotonic()
-        one.train(version, batch(size, version))
+        one.train(version, samples)
         stepped = time.monotonic()
         publisher.stage(whole(one.whole_weights()), version=version, probe=one.probe())
         staged = time.monotonic()
@@ -81,7 +82,7 @@ def scored(place: Place, model: Path, texts: Sequence[Sequence[int]]) -> list[li
 def lora(place: Place) -> Path:
     """The version that a trainer of an adapter publishes after a step."""
     one = make(place, {"learning_rate": 1e-3, "lora": LORA})
-    one.train(0, batch(place.size, 0))
+    one.train(0, batch(place.size, 0, one.logprobs_of))
     written: list[VersionOnDisk] = []
     publisher = _publisher(one, place.base / "adapters", written)
     publisher.stage(whole(one.whole_weights()), version=0, probe=one.probe())
@@ -98,10 +99,10 @@ def offload(place: Place) -> dict[str, Any]:
     training = {"optimizer": "adamw_offload", "learning_rate": 1e-4}
     root = place.base / "offload"
     first = make(place, training)
-    first.train(0, batch(place.size, 0))
+    first.train(0, batch(place.size, 0, first.logprobs_of))
     saved = checkpoint.save(first, root, ledger={"step": 1}, keep=1)
     peak_gib(place.device, anew=True)
-    first.train(1, batch(place.size, 1))
+    first.train(1, batch(place.size, 1, first.logprobs_of))
     steady = peak_gib(place.device)
     wanted = _values(first)
     first.close()
@@ -111,7 +112,7 @@ def offload(place: Place) -> dict[str, Any]:
     peak_gib(place.device, anew=True)
     checkpoint.load(second, saved)
     resumed = peak_gib(place.device)
-    second.train(1, batch(place.size, 1))
+    second.train(1, batch(place.size, 1, second.logprobs_of))
     equal = all(torch.equal(one, wanted[name]) for name, one in _values(second).items())
     second.close()
     return {
@@ -166,7 +167,7 @@ def config_of(
 def gradient_of(one: Trainer, size: Size) -> dict[str, Tensor]:
     """*Collective.* The first values of each tensor's gradient of the first batch; then none is
     left."""
-    one.gradients_of(batch(size, 0))
+    one.gradients_of(batch(size, 0, one.logprobs_of))
     found = {name: _first(parameter.grad) for name, parameter in one.parameters().items()}
     one.clear_gradients()
     return found
@@ -176,7 +177,9 @@ def apart(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
     """Norm of the difference of two gradients over the norm of the second."""
     assert found.keys() == wanted.keys()
     differing = sum(float((found[name] - wanted[name]).norm() ** 2) for name in wanted)
-    return float((differing / sum(float(one.norm() ** 2) for one in wanted.values())) ** 0.5)
+    total = sum(float(one.norm() ** 2) for one in wanted.values())
+    assert total > 0, "the trainer of one rank has computed no gradient"
+    return float((differing / total) ** 0.5)
 
 
 def peak_gib(device: str, *, anew: bool = False) -> float:

@@ -97,3 +97,18 @@ def test_what_is_sent_names_neither_host_nor_home(record: Record):
     assert "torch 2.13.0" in text
     assert BY_NAME["run"].otherwise in " ".join(text.split())
     assert all(one.name in text for one in CHECKS)
+
+
+def test_checks_by_name_leave_their_files_to_those_that_are_left(record: Record):
+    record.add(result("trainer"))
+    assert [one.name for one in check._left(record, 1, ["trainer", "start"])] == [
+        "trainer",
+        "start",
+    ]
+    left = [one.name for one in check._left(record, 1)]
+    assert "trainer" not in left
+    assert "start" in left
+    assert "two_gpus" not in left
+    for one in CHECKS:
+        record.add(result(one.name))
+    assert check._left(record, 1) == []
