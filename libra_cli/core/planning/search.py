@@ -365,8 +365,7 @@ class Search:
         several shapes what it misses of them.
         """
         shapes = {bucket.tensor_parallel for bucket in buckets}
-        missed = MISSED
-        return self.table.buckets_s(buckets, train_s) * (1 + missed * (len(shapes) > 1))
+        return self.table.buckets_s(buckets, train_s) * (1 + MISSED * (len(shapes) > 1))
 
     def _times(self, rollout_s: Seconds, train_s: Seconds) -> Times:
         return Times(rollout_s, train_s, in_turn=self.workload.takes_turns)

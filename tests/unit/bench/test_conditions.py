@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from libra_cli.bench.conditions import Conditions
 from libra_cli.bench.config import RULES, BenchError, ExperimentConfig
-from libra_cli.bench.jobs import world_of
+from libra_cli.bench.jobs import first_layout_of, world_of
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core.rollout.staleness import default_rule, rule_of
 
@@ -58,3 +59,18 @@ def test_a_rule_that_is_none_is_refused_with_those_there_are() -> None:
     with pytest.raises(BenchError, match="keep") as error:
         config(rule="keep")
     assert "hold" in error.value.hint
+
+
+def test_shapes_that_are_asked_for_are_those_of_libras_plans_and_of_no_rule() -> None:
+    found = config(shapes="mixed", gpus=32)
+    assert "mixed servers" in found.conditions
+    assert "servers" not in config().conditions
+    job = found.job(found.traces[0], steps=2)
+    shapes = {
+        name: len(first_layout_of(replace(job, planner=name), job.workload).servers)
+        for name in ("libra", "static-best", "greedy", "uniform")
+    }
+    assert shapes == {"libra": 2, "static-best": 2, "greedy": 1, "uniform": 1}
+    with pytest.raises(BenchError, match="--shapes 'mixd'") as error:
+        config(shapes="mixd")
+    assert "mixed" in str(error.value)
