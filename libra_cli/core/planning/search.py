@@ -189,6 +189,8 @@ REACH = 2.0
 HEDGED = (0.5, 0.7, 1.0, 1.4, 2.0)
 """Factors of the lengths that a first plan reckons with: nobody knows how long trajectories are
 before they are played, nor how long they will be. Chosen."""
+LEVEL = 0.01
+"""Share of a step by which a mixture has to be better than alike servers at least. Chosen."""
 
 
 def least_regret(
@@ -201,7 +203,8 @@ def least_regret(
     """Return the one of these layouts of which the most that may be lost is the least.
 
     Lost is the share by which its steps are longer than the best one's, if trajectories turn out
-    one of ``HEDGED`` times as long as ``workload`` has them and anything can run then.
+    one of ``HEDGED`` times as long as ``workload`` has them and anything can run then. Servers of
+    one shape are level with a mixture that would lose less by a ``LEVEL``, and are chosen.
     """
     losses = [0.0] * len(layouts)
     for factor in HEDGED:
@@ -214,7 +217,10 @@ def least_regret(
         for at, layout in enumerate(layouts):
             step_s = known.get(_shape(layout)) or search.times(layout).step_s
             losses[at] = max(losses[at], step_s / least)
-    return layouts[losses.index(min(losses))]
+    best = min(losses)
+    alike = [loss for layout, loss in zip(layouts, losses, strict=True) if len(layout.servers) == 1]
+    level = [loss for loss in alike if loss <= best * (1 + LEVEL)]
+    return layouts[losses.index(min(level, default=best))]
 
 
 def _shape(layout: Layout) -> tuple[object, ...]:
@@ -274,7 +280,7 @@ class Search:
         shapes = self._settings.shapes
         if shapes == "alike":
             return self.alike
-        return self.mixed + self.alike * (shapes == "auto" or not self.mixed)
+        return self.alike * (shapes == "auto" or not self.mixed) + self.mixed
 
     @cached_property
     def mixed(self) -> list[tuple[Layout, Times]]:

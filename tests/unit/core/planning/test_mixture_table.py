@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.mixture_table import KEPT, MixtureTable, best_mixtures, server_numbers
 from libra_cli.core.planning.rollout_table import PlannedBucket, RolloutTable
-from libra_cli.core.planning.search import ALIKE, PlannerSettings, Search, propose
+from libra_cli.core.planning.search import ALIKE, PlannerSettings, Search, least_regret, propose
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 from tests.unit.core.planning.test_rollout_table import SEATS, SERVERS, WORKLOADS
@@ -140,6 +140,18 @@ def test_auto_keeps_alike_servers_where_a_mixture_would_lose() -> None:
     assert len(best.layout.servers) == 1
     assert best.step_s <= min(times.step_s for _, times in search.layouts()) * (1 + ALIKE)
     assert search.compared(best.layout).startswith("alike: mixtures would ")
+
+
+def test_a_run_begins_with_a_mixture_only_where_it_loses_less_than_alike_servers() -> None:
+    profile, auto = where_large_servers_have_short_steps(), PlannerSettings(shapes="auto")
+    work = skewed()
+    known, level = Search(profile, work, 48, auto), Search(A800, skewed(overlap=5.0), 32, auto)
+    mixed, _ = min(known.mixed, key=lambda one: one[1].step_s)
+    poor = next(layout for layout, _ in known.alike if layout.servers == {8: 1})
+    assert least_regret([poor, mixed], profile, work, 48, auto) == mixed
+    found, _ = min(level.alike, key=lambda one: one[1].step_s)
+    twice = replace(found, buckets=(*found.buckets, replace(found.buckets[0], tensor_parallel=1)))
+    assert least_regret([twice, found], A800, skewed(overlap=5.0), 32, auto) == found
 
 
 def test_alike_plans_say_nothing_of_mixtures() -> None:
