@@ -20,6 +20,7 @@ from statistics import fmean
 
 from libra_cli.bench.config import RULES
 from libra_cli.bench.jobs import Job, first_layout_of, longest_of, playable, world_of
+from libra_cli.bench.paper.workloads import WORKLOADS
 from libra_cli.bench.regret import GPUS_A_GROUP
 from libra_cli.bench.results import interval
 from libra_cli.config.rollout import Shapes
@@ -107,7 +108,8 @@ def main() -> None:
     for bound in asked.bounds:
         for rule in asked.rules if bound else asked.rules[:1]:
             for name in asked.trace:
-                trace, _ = playable(load_trace(name), longest_of(profile, asked.gpus))
+                found = WORKLOADS[name].trace if name in WORKLOADS else load_trace(name)
+                trace, _ = playable(found, longest_of(profile, asked.gpus))
                 job = Job(trace, profile, profile, asked.gpus, "libra", "static-best", 0)
                 job = replace(job, bound=bound, staleness=RULES[rule], steps=asked.steps)
                 job = replace(job, groups_per_step=max(1, asked.gpus // GPUS_A_GROUP))
