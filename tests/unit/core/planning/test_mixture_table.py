@@ -119,7 +119,7 @@ def where_large_servers_have_short_steps() -> Profile:
     return replace(A800, servers={1: small, 8: large})
 
 
-@pytest.mark.parametrize("overlap", [1.0, 3.0])
+@pytest.mark.parametrize("overlap", [2.0, 3.0])
 def test_auto_takes_a_mixture_where_its_step_is_the_shorter_one(overlap: float) -> None:
     profile, work = where_large_servers_have_short_steps(), skewed(overlap=overlap)
     search = Search(profile, work, 48, PlannerSettings(shapes="auto"))

@@ -16,6 +16,7 @@ from libra_cli.core.planning.search import (
     ALIKE,
     HEDGED,
     MISSED,
+    MISSED_ALONE,
     TURNS,
     PlannerSettings,
     Search,
@@ -92,12 +93,14 @@ def test_lengths_with_which_nothing_runs_do_not_count() -> None:
     assert Search(tight, load, 48, settings).times(chosen).step_s < inf
 
 
-def test_unlike_servers_are_priced_above_their_table() -> None:
-    search = Search(PROFILE, heavy_tailed(2000), 16, PlannerSettings())
+@pytest.mark.parametrize(("overlap", "missed"), [(2.0, MISSED), (1.0, MISSED_ALONE)])
+def test_unlike_servers_are_priced_above_their_table(overlap: float, missed: float) -> None:
+    work = replace(heavy_tailed(2000), overlap=overlap)
+    search = Search(PROFILE, work, 16, PlannerSettings())
     unlike = (PlannedBucket(1, 4, 2000, 128), PlannedBucket(4, 1, 38_000, 128))
     layout = replace(search.best().layout, buckets=unlike)
     table_s = search.table.buckets_s(unlike, search.times(layout).train_s)
-    assert search.times(layout).rollout_s == pytest.approx(table_s * (1 + MISSED))
+    assert search.times(layout).rollout_s == pytest.approx(table_s * (1 + missed))
 
 
 @settings(max_examples=25, deadline=None)
