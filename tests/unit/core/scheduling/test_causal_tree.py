@@ -73,6 +73,24 @@ def test_what_remains_is_that_of_those_who_had_generated_as_much() -> None:
     assert answers[-1] < 2_500
 
 
+def test_as_many_tokens_in_more_turns_are_another_case() -> None:
+    def played(tree: CausalTree, group: int, turns: int) -> tuple[TrajectoryId, float]:
+        who, expected = TrajectoryId(group, 0), 0.0
+        tree.begin(who)
+        for turn in range(1, turns + 1):
+            expected = tree.returned(who, generated=48 + turn, returns=(OK,))
+        return who, expected
+
+    tree = CausalTree()
+    for group in range(60):
+        who, _ = played(tree, 1_000 + group, 1)
+        tree.finished(who, generated=49 + SHORT)
+        who, _ = played(tree, 2_000 + group, 8)
+        tree.finished(who, generated=56 + LONG)
+    assert played(tree, 2, 8)[1] > LONG - 500
+    assert played(tree, 1, 1)[1] < LONG - 1_500
+
+
 def test_one_observation_counts_little_against_many_of_its_parent() -> None:
     tree = CausalTree()
     teach(tree, OK, SHORT, times=200, first=1_000)
