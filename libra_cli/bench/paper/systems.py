@@ -172,7 +172,10 @@ def throughput_table(runs: Runs) -> PaperTable:
     return PaperTable(
         "throughput of whole systems",
         tuple(rows),
-        why=("absolute tokens/s are of other trajectories: only their mean lengths are published",),
+        why=(
+            "absolute tokens/s are of other trajectories: only their mean lengths are published",
+            "the best static plan here is libra's own first one, told the lengths at the start",
+        ),
         notes=(
             f"{GPUS} GPUs, rule {RULE}, bound {BOUND}; rivals have libra's admission by KV cache",
             "libra over dynarl is published for 160 NPUs: +18 to +37 %",
@@ -200,6 +203,7 @@ def ablation_table(runs: Runs) -> PaperTable:
         "ablation on R2E-Gym, each over the line before",
         tuple(rows),
         why=(
+            "the usual router takes no notice of unlike servers, and cmlfq does",
             "published are other trajectories, on GPUs; what libra has otherwise: libra help paper",
         ),
     )
