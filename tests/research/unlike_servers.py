@@ -3,9 +3,11 @@
     python -m tests.research.unlike_servers --trace tau2 --rules hold,cut --bounds 0,1 [--published]
 
 Of the GPUs libra's plan of alike servers gives some to rollout. On as many the best mixture of two
-or three shapes, by the same table, plays the same groups under each of ``POLICIES``. Constants are
-with ``--published`` the nearest to the published ratios (``published_ratios``): 4 ms beyond kernels
-on a step, 15 % of the KV cache, 32 seats. Told is throughput, seed by seed, ± 95 % over the seeds.
+or three shapes, by the same table, plays the same groups under each of ``POLICIES``. With
+``--published`` a step takes 4 ms beyond its kernels, the KV cache is 15 %, and servers have 32
+seats: servers of one and of eight GPUs then cross as published, and little else does so
+(``a800-qwen3-14b-as-published`` is a fit of the whole). Told is throughput, seed by seed, ± 95 %
+over the seeds.
 """
 
 from __future__ import annotations
