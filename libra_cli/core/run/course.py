@@ -92,6 +92,7 @@ class RunCourse:
             return
         if training.at_work:
             self._fail(f"{training.work} did not end within {waited_s:.0f} s", RESUME)
+        self._tell_unsaved()
         yield from self._stop_all(now)
 
     def end(self, *, now: Seconds) -> Iterator[Result]:

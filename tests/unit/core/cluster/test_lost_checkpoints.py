@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.checkpoints import Checkpoints
@@ -62,8 +64,10 @@ def test_a_checkpoint_that_fails_is_made_up_for_with_the_next_step_and_kills_nob
     assert len(world.did(a.StartTrainer)) == 1
 
 
-def test_a_run_whose_last_checkpoint_fails_twice_stops_and_says_so():
-    world = World(Random(1), Faults(checkpoint_fails=1.0)).run()
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_whose_last_checkpoint_fails_twice_stops_and_says_so(seed: int):
+    """In some of these turns are generated until the patience of the end is over, in some not."""
+    world = World(Random(seed), Faults(checkpoint_fails=1.0)).run()
     assert world.end is not None
     assert world.end.state == "failed"
     assert "the checkpoint of step 5 could not be written" in world.end.error
