@@ -16,6 +16,7 @@ from libra_cli.core.actions import Generate, SyncServer
 from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, WeightVersion
 from libra_cli.node.model.weight_names import names_of
+from libra_cli.node.rollout.draft_switch import EXPLORE
 from libra_cli.node.weights.tensor_rows import whole
 from libra_cli.node.weights.versions import ProbeResult, publish
 from libra_cli.runtime.rollout.connection import Sampling
@@ -171,10 +172,13 @@ def metrics_of(bench: Bench) -> Any:
 
 
 def test_drafts_are_accepted_and_told(served):
-    """Of one turn, which no test before has played alone: both kinds of steps are tried."""
-    metrics_of(served.bench)
-    played(served.bench, 0.0, turns=1)
-    metrics = metrics_of(served.bench)
+    """Of turns alone. Where a server has found steps without drafts to be quicker, as one that
+    others slow down may for the last turn of a test before, it tries drafts in 16 of 512 steps."""
+    for _ in range(1 + EXPLORE // TOKENS):
+        played(served.bench, 0.0, turns=1)
+        metrics = metrics_of(served.bench)
+        if metrics["draft_acceptance"] is not None:
+            break
     # A token in 268 by chance; the head of EAGLE-3 is random.
     least = {"ngram": 0.2, "eagle": 0.05, "mtp": 0.02, "eagle3": -1}
     assert metrics["draft_acceptance"] > least[served.method]
