@@ -174,6 +174,7 @@ def metrics_of(bench: Bench) -> Any:
 def test_drafts_are_accepted_and_told(served):
     """Of turns alone. Where a server has found steps without drafts to be quicker, as one that
     others slow down may for the last turn of a test before, it tries drafts in 16 of 512 steps."""
+    metrics = metrics_of(served.bench)  # of the tests before
     for _ in range(1 + EXPLORE // TOKENS):
         played(served.bench, 0.0, turns=1)
         metrics = metrics_of(served.bench)
