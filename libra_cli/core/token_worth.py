@@ -25,11 +25,12 @@ Limit: it counts variance. What a late policy gradient is off in its mean it doe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp, log, sqrt
 from statistics import fmean
 
 from libra_cli.config.age_metrics import AGE_KL, AGE_TOKENS, AGE_WORTH, OLDEST
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.types import Version
 
 WINDOW = 10
@@ -133,13 +134,15 @@ class BoundEvidence:
     """The staleness ``bound`` of a run that may choose it among ``bounds`` (versions, ascending).
 
     ``steps`` are the newest since all that was begun under another bound is trained; ``aged`` the
-    newest with tokens that were behind, under whatever bound.
+    newest with tokens that were behind, under whatever bound. ``left`` are the bounds that the run
+    had before, with the factors by which steps differed from their prices then.
     """
 
     bound: int
     bounds: tuple[int, ...]
     steps: tuple[StepWorth, ...] = ()
     aged: tuple[StepWorth, ...] = ()
+    left: Mapping[int, Recalibration] = field(default_factory=dict)
 
     @property
     def candidates(self) -> tuple[int, ...]:

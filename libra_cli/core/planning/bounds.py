@@ -6,18 +6,20 @@
 there (``core.token_worth``). Another bound is taken if its time for what a token teaches is less by
 at least ``min_gain`` even with the worth at the lower end of its interval, as an error of ``Z``
 standard deviations has it. It is at most one notch of the recipe's bounds above the present one, so
-worth is extrapolated no further than that. The bound goes down a notch at any price, to 1 at
-least, where age puts the two policies further apart than ``core.warnings`` lets pass
-(``ROLLOUT_KL``, ``EFFECTIVE``), and does not rise to where it is expected to.
+worth is extrapolated no further than that. A bound that the run left for a higher one is taken
+again if the higher one does not gain ``min_gain`` over it by what was measured under both: prices
+can be wrong, and an old policy gradient is also off in its mean. To rise to it once more it has to
+promise ``AGAIN`` times as much. The bound goes down a notch at any price, to 1 at least, where age
+puts the two policies further apart than ``core.warnings`` lets pass (``ROLLOUT_KL``,
+``EFFECTIVE``), and does not rise to where it is expected to.
 
-Limit: as good as the prices, of which only those of the present bound are corrected by what was
-measured. A gain that does not come is kept until another bound promises more. At a bound of 0 all
+Limit: what a bound gains that was not tried yet is as good as the prices. At a bound of 0 all
 tokens are of one age, so the last that was learned of others stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import exp
 
@@ -34,6 +36,9 @@ LEAST_FORCED = 1
 a version that alone moves the policy too far is as large there."""
 LEAST = 3
 """Steps that have to tell what old tokens are worth before the bound is changed. Chosen."""
+
+AGAIN = 2.0
+"""How many times the least gain a bound has to promise that was tried and left. Chosen."""
 
 
 def under(rule: StalenessRule, work: Workload) -> Workload:
@@ -67,9 +72,8 @@ def chosen_bound(
     if len(evidence.steps) < LEAST:
         told = f"{len(evidence.steps)} of {LEAST} steps have told what old tokens are worth"
         return BoundChoice(today, today, None, told)
-    lower = [one for one in others if LEAST_FORCED <= one.bound < today.bound]
-    if lower and (why := _too_far(evidence, evidence.bound)):
-        return BoundChoice(today, max(lower, key=lambda one: one.bound), today, why)
+    if (lowered := _lowered(evidence, today, others, min_gain)) is not None:
+        return lowered
     refused = {
         one.bound: _too_far(evidence, one.bound) for one in others if one.bound > today.bound
     }
@@ -79,12 +83,36 @@ def chosen_bound(
         return BoundChoice(today, today, None, why)
     best = min(allowed, key=lambda one: one.step_s / one.low)
     gain = 1 - (best.step_s / best.low) / today.effective_s
-    if gain < min_gain:
-        why = f"bound {best.bound}: at least {gain:+.1%} less time is below {min_gain:.0%}"
+    if gain < (least := _least_gain(evidence, best.bound, min_gain)):
+        why = f"bound {best.bound}: at least {gain:+.1%} less time is below {least:.0%}"
         return BoundChoice(today, today, best, "; ".join(filter(None, (why, *refused.values()))))
     return BoundChoice(
         today, best, today, f"at least {gain:.0%} less time for what a token teaches"
     )
+
+
+def _lowered(
+    evidence: BoundEvidence, today: PricedBound, others: Sequence[PricedBound], min_gain: float
+) -> BoundChoice | None:
+    """Return the choice of a lower bound, where age puts the policies too far apart or today's has
+    not gained what it was chosen for; else None.
+    """
+    lower = [one for one in others if LEAST_FORCED <= one.bound < today.bound]
+    if lower and (why := _too_far(evidence, today.bound)):
+        return BoundChoice(today, max(lower, key=lambda one: one.bound), today, why)
+    left = [one for one in others if one.bound < today.bound and one.bound in evidence.left]
+    for one in reversed(left):
+        gain = 1 - today.effective_s / one.effective_s
+        if gain < min_gain:
+            why = f"{gain:+.1%} less time came than under bound {one.bound}, below {min_gain:.0%}"
+            return BoundChoice(today, one, today, why)
+    return None
+
+
+def _least_gain(evidence: BoundEvidence, bound: int, min_gain: float) -> float:
+    """Return the gain that a bound has to promise, as a share of the time."""
+    tried = bound > evidence.bound and bound in evidence.left
+    return min_gain * AGAIN if tried else min_gain
 
 
 def _too_far(evidence: BoundEvidence, bound: int) -> str:

@@ -205,16 +205,18 @@ class Planner:
     def _with_bound(self, now: Observation, known: BoundEvidence, today: Decision) -> Decision:
         """Return the decision under the best staleness bound; ``today`` is that under the present.
 
-        What measured steps say of prices is said under the present bound, and holds for all.
+        What measured steps say of prices is said under the present bound, and holds for those that
+        the run has not had. For those that it has had, what was measured then holds.
         """
         decisions = {known.bound: today}
-        corrected = replace(self, costs=lambda plan, evidence: today.found.profile)
         for bound in known.bounds:
             if bound != known.bound:
                 work = under(unnamed(bound), now.workload)
                 then = replace(now, workload=work, measured=(), recalibration=None, staleness=None)
                 with suppress(NothingFits):
-                    decisions[bound] = corrected._decide(then)
+                    decisions[bound] = self._corrected(now, known.left.get(bound), today)._decide(
+                        then
+                    )
         priced = {
             bound: priced_bound(known, bound, one.layout, one.seconds)
             for bound, one in sorted(decisions.items())
@@ -226,6 +228,13 @@ class Planner:
         return replace(
             decision, explanation=explanation, found=found, bounds=tuple(priced.values())
         )
+
+    def _corrected(self, now: Observation, found: Recalibration | None, today: Decision) -> Planner:
+        """Return the planner with prices times these factors; None: times today's."""
+        profile = today.found.profile
+        if found is not None:
+            profile = self.costs(now.plan, now.evidence).recalibrated(found)
+        return replace(self, costs=lambda plan, evidence: profile)
 
     def _decide(self, now: Observation) -> Decision:
         """Choose a placement and judge it, under the staleness bound that the workload has."""

@@ -23,7 +23,13 @@ from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.survival import TurnSurvival, completed
-from libra_cli.core.evidence import CostEvidence, PlayedTurn, Starts, TrainedStep
+from libra_cli.core.evidence import (
+    CostEvidence,
+    PlayedTurn,
+    Recalibration,
+    Starts,
+    TrainedStep,
+)
 from libra_cli.core.explanation import PastPrediction, past_prediction
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
@@ -113,6 +119,8 @@ class RunObserver:
         #: What the newest steps under this bound told of their tokens, and those with old ones.
         self._worths: deque[StepWorth] = deque(maxlen=WINDOW)
         self._aged: deque[StepWorth] = deque(maxlen=WINDOW)
+        #: How steps differed from their prices under the bounds that were left, when they were.
+        self._left: dict[int, Recalibration] = {}
         newest = max(LEAST_SAMPLES, 2 * recipe.trajectories_per_step)
         self._samples: deque[TrajectorySample] = deque(maxlen=newest)
         #: All that have finished, while the first steps' worth is in flight; None after that.
@@ -203,7 +211,11 @@ class RunObserver:
         if not training.staleness.is_chosen:
             return None
         return BoundEvidence(
-            self._rule.bound, training.bounds, tuple(self._worths), tuple(self._aged)
+            bound=self._rule.bound,
+            bounds=training.bounds,
+            steps=tuple(self._worths),
+            aged=tuple(self._aged),
+            left=dict(self._left),
         )
 
     @property
@@ -273,6 +285,7 @@ class RunObserver:
     def _decision(self, row: DecisionRecord) -> None:
         chosen = row.bound is not None and self._recipe.training.staleness.is_chosen
         if chosen and row.bound != self._rule.bound:
+            self._left[self._rule.bound] = Recalibration(row.rollout_factor, row.training_factor)
             self._open_under(rule_of(self._recipe.training, row.bound))
         found = past_prediction(row.explanation, row.observed_s)
         if found is not None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from libra_cli.config.training import AUTO_BOUNDS
 from libra_cli.core.bound_choice import BoundChoice
 from libra_cli.core.costs.profile import Profile
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.bounds import LEAST, chosen_bound, priced_bound
@@ -114,6 +115,23 @@ def test_a_gain_that_is_not_sure_is_not_had() -> None:
     assert "below 5%" in kept.why
 
 
+def test_a_bound_that_has_not_gained_what_it_promised_is_left_again() -> None:
+    risen = replace(evidence(*[step(0.01)] * 5, bound=2), left={1: Recalibration()})
+    back = choose(risen, b0=200, b1=100, b2=98, b4=97)
+    assert back.chosen.bound == 1
+    assert back.why == "+1.0% less time came than under bound 1, below 5%"
+    assert choose(risen, b0=200, b1=100, b2=90, b4=89).chosen.bound == 2
+    assert choose(replace(risen, left={}), b0=200, b1=100, b2=98, b4=97).chosen.bound == 2
+
+
+def test_a_bound_that_was_left_has_to_promise_twice_as_much() -> None:
+    known = evidence(*[step(0.01)] * 20)
+    assert choose(known, b1=100, b2=91).changes
+    again = replace(known, left={2: Recalibration()})
+    assert not choose(again, b1=100, b2=91).changes
+    assert choose(again, b1=100, b2=85).changes
+
+
 def test_a_policy_too_far_off_lowers_the_bound_at_any_price() -> None:
     known = evidence(*[step(0.0, 2, kl=0.55 * ROLLOUT_KL)] * 5, bound=2)
     lowered = choose(known, b0=900, b1=500, b2=100, b4=10)
@@ -191,6 +209,17 @@ def test_every_bound_has_its_own_best_split() -> None:
     assert decision.explanation is not None
     assert decision.explanation.bound is not None
     assert decision.explanation.bound.chosen.bound == 2
+
+
+def test_a_bound_that_was_left_is_priced_by_what_was_measured_under_it() -> None:
+    known = evidence(*[step(0.01)] * 5, bound=2)
+    measured = replace(known, left={1: Recalibration(rollout=0.5, training=0.5)})
+    alike, faster = (
+        {one.bound: one.step_s for one in decide(each, tool_s=3.0).bounds}
+        for each in (known, measured)
+    )
+    assert faster[1] < 0.9 * alike[1]
+    assert {**faster, 1: 0.0} == {**alike, 1: 0.0}
 
 
 def test_where_the_recipe_fixes_the_bound_nothing_is_said_of_it() -> None:
