@@ -45,7 +45,7 @@ help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 quickstart: $(VENV)/.stamp-$(ON) ## install, then train a small agent for real on this machine's GPU or CPU
-	$(BIN)/libra run recipes/quickstart$(if $(filter gpu,$(ON)),-gpu).yaml
+	$(BIN)/libra quickstart $(if $(filter cpu,$(ON)),--cpu)
 
 gpu-check: $(VENV)/.stamp-gpu ## on a machine with a GPU: check what only one can show (20 minutes)
 	$(BIN)/python -m tests.gpu.check $(AGAIN)

@@ -21,6 +21,7 @@ from libra_cli.cli.completion import RunDir
 from libra_cli.cli.explain import explain
 from libra_cli.cli.help import show_help
 from libra_cli.cli.init import init
+from libra_cli.cli.quickstart import quickstart
 from libra_cli.cli.run import attach, run
 from libra_cli.cli.serve import serve
 from libra_cli.cli.show import show
@@ -32,6 +33,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
+app.command()(quickstart)
 app.command()(init)
 app.command()(hosts.doctor)
 app.command()(hosts.setup)

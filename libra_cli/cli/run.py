@@ -57,7 +57,7 @@ def run(
             where = ["--resume" if resume else "--into", str(run_dir)]
             _detach(run_dir, ["run", str(recipe), *where, *seeded])
         else:
-            _run(loaded, recipe, run_dir, resume=resume is not None)
+            run_here(loaded, recipe, run_dir, resume=resume is not None)
 
 
 def attach(run_dir: RunDir = None) -> None:
@@ -80,7 +80,8 @@ def attach(run_dir: RunDir = None) -> None:
         _print_end(run_dir, None, report if report.is_file() else None)
 
 
-def _run(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
+def run_here(recipe: Recipe, path: Path, run_dir: Path, *, resume: bool) -> None:
+    """Carry a run out in this terminal to its end; exits with its code if it did not finish."""
     from libra_cli.app import run as commands
     from libra_cli.app.what_if.certificate import certify
     from libra_cli.report.terminal.lasting_output import keep_output

@@ -1,15 +1,8 @@
-"""Reads files of ``templates/``.
-
-The wheel carries them as ``libra_cli/templates``; an editable install and a checkout have them
-beside the package.
-"""
+"""Reads files of ``templates/``."""
 
 from __future__ import annotations
 
-from importlib import resources
-from pathlib import Path
-
-from libra_cli.config.errors import StateError
+from libra_cli.runtime.package_files import package_file
 
 
 def template(name: str) -> str:
@@ -18,12 +11,4 @@ def template(name: str) -> str:
     Raises:
         StateError: this installation does not have it.
     """
-    installed = resources.files("libra_cli") / "templates" / name
-    checkout = Path(__file__).resolve().parents[3] / "templates" / name
-    for place in (installed, checkout):
-        if place.is_file():
-            return place.read_text(encoding="utf-8")
-    raise StateError(
-        f"the template {name} is in neither {installed} nor {checkout}",
-        hint="pip install --force-reinstall libra-rl",
-    )
+    return package_file("templates", name).read_text(encoding="utf-8")

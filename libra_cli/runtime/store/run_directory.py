@@ -82,7 +82,7 @@ def newest_run(directory: Path = RUNS) -> Path:
     if not started:
         raise StateError(
             f"there is no run under {directory}",
-            hint="libra run recipes/quickstart.yaml, or name a run directory",
+            hint="libra quickstart makes one; or name a run directory",
         )
     return max(started, key=lambda run_dir: (started[run_dir], run_dir.name))
 
