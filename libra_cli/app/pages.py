@@ -25,9 +25,16 @@ def title_of(page: str) -> str:
 
 
 def for_terminal(page: str) -> str:
-    """Return a page without relative links: another page's becomes the command that shows it."""
+    """Return a page without relative links: another page's becomes the command that shows it, and a
+    picture the path of its file in this installation, which a browser opens.
+    """
+    page = re.sub(r"!\[([^]\n]+)\]\((?!https?:)([^)\n]+)\)", _picture, page)
     named = re.sub(r"\[[^]\n]+\]\((\w+)\.md\)", r"`libra help \1`", page)
     return re.sub(r"\[([^]\n]+)\]\((?!https?:)[^)\n]+\)", r"\1", named)
+
+
+def _picture(found: re.Match[str]) -> str:
+    return f"Picture: {found[1]} (`{files('libra_cli').joinpath('help', found[2])}`)"
 
 
 def page_of(topic: str) -> str:

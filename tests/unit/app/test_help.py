@@ -121,6 +121,11 @@ def test_a_link_to_a_page_is_the_command_that_shows_it():
     assert pages.for_terminal(page) == shown
 
 
+def test_a_picture_is_the_path_of_its_file_in_a_terminal():
+    (shown,) = re.findall(r"Picture: slots \(`(.*)`\)", pages.for_terminal("![slots](elastic.svg)"))
+    assert Path(shown) == FOLDER / "elastic.svg"
+
+
 def test_an_unknown_topic_names_the_nearest():
     result = CliRunner().invoke(app, ["help", "recipe"])
     assert result.exit_code == 1
