@@ -144,7 +144,12 @@ def test_every_command_is_on_the_page_of_commands():
     assert [name for name in names if f"`libra {name}" not in text] == []
 
 
+def test_every_page_is_on_the_first_one():
+    text = pages.page_of("start")
+    assert [topic for topic in TOPICS if f"({topic}.md" not in text and topic != "start"] == []
+
+
 def test_the_readme_is_short_and_its_links_lead_somewhere():
-    assert len(README.splitlines()) < 200
+    assert len(README.splitlines()) <= 120
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", README)
     assert [one for one in targets if "://" not in one and not (ROOT / one).exists()] == []
