@@ -188,7 +188,7 @@ def _model_problems(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(
             ("training.micro_batch_tokens", "model.max_len"),
             f"is {training.micro_batch_tokens}, but one trajectory may have model.max_len = "
-            f"{model.max_len}",
+            f"{model.max_len}; leave it out, or raise it",
         )
 
 

@@ -260,7 +260,8 @@ class TrainingSpec(Section):
     or none, as Dr. GRPO (2503.20783) has it. Null: group; with rloo none, with reinforce++ batch.
     The key's old name is normalize_std: true is group, false none."""
     micro_batch_tokens: Positive = 8192
-    """The most tokens of one forward pass; a longer trajectory is a pass by itself."""
+    """The most tokens of one forward pass. Left out where model.max_len is more: model.max_len,
+    since a trajectory is never divided over two."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """What a backward pass computes again: nothing, what is between matrix products, or each layer.
     auto is none without GPUs; on them selective where memory suffices by what --dry-run counts, and

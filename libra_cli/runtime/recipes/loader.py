@@ -39,6 +39,7 @@ from libra_cli.config.problems import Problem, RuleError
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import ALGORITHM_RULES
 from libra_cli.config.secrets import holds_token
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core.algorithms.rules import algorithm_problems
 from libra_cli.core.launch.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
@@ -140,6 +141,7 @@ def load_recipe(path: Path, environ: Mapping[str, str] | None = None) -> Recipe:
     _resolve_tasks(data, draft, path)
     _resolve_planner_files(data, path)
     _resolve_agent(data, draft, path)
+    _hold_the_longest(data)
     recipe = _validate(data, draft)
     if recipe is None or draft.problems:
         raise draft.error()
@@ -352,6 +354,18 @@ def _resolve_agent(data: dict[str, Any], draft: _Draft, path: Path) -> None:
     if not found.is_dir():
         draft.add(("agent", "directory"), f"there is no directory {found}")
     data["agent"]["directory"] = str(found.resolve())
+
+
+def _hold_the_longest(data: dict[str, Any]) -> None:
+    """Let a forward pass hold model.max_len tokens where nothing says how much it holds."""
+    usual = TrainingSpec().micro_batch_tokens
+    match data:
+        case {"model": {"max_len": int(longest)}} if longest > usual:
+            training = data.setdefault("training", {})
+            if isinstance(training, dict):
+                training.setdefault("micro_batch_tokens", longest)
+        case _:
+            pass
 
 
 def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:

@@ -72,6 +72,17 @@ def test_a_trace_that_lies_beside_the_recipe_is_found_from_anywhere(tmp_path: Pa
     assert recipe.planner.profile == "a800-qwen3-8b"
 
 
+@pytest.mark.parametrize(
+    ("max_len", "training", "held"),
+    [(4096, "", 8192), (32768, "", 32768), (32768, "training: {micro_batch_tokens: 65536}", 65536)],
+)
+def test_a_pass_holds_the_longest_trajectory(tmp_path, max_len, training, held):
+    path = tmp_path / "mine.yaml"
+    model = f"model: {{path: /m, max_len: {max_len}}}"
+    path.write_text(f"nodes: [{{host: a, gpus: 2}}]\n{model}\n{training}\n")
+    assert load_recipe(path, {}).training.micro_batch_tokens == held
+
+
 def test_the_quickstart_needs_nothing_but_this_machine() -> None:
     recipe = load_recipe(RECIPES[0].parent / "quickstart.yaml", {})
     assert [node.host for node in recipe.nodes] == ["local"]
