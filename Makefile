@@ -38,7 +38,7 @@ SLOW := (integration or vllm) and not nightly
 LATER = $(shell grep -rlE "^(pytestmark = \[?|    )pytest\.mark\.vllm" tests/unit)
 TOLD := --durations 10 --durations-min 2
 
-.PHONY: help quickstart gpu-check test check fmt lint audit unit clients light heavy chaos nightly \
+.PHONY: help quickstart gpu-check test check fmt lint audit site unit clients light heavy chaos nightly \
   mutants install install-dev install-test clean
 
 help: ## list the targets
@@ -72,6 +72,11 @@ audit: $(VENV)/.stamp-dev ## ask PyPI for known vulnerabilities of what is insta
 unit: $(VENV)/.stamp-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit $(LATER:%=--ignore=%) \
 	  -n $(JOBS) --dist worksteal $(TOLD) -m "$(FAST)"
+
+site: $(VENV)/.stamp-dev ## make a web site of README and the pages of libra help, in build/pages/site
+	rm -rf build/pages
+	$(BIN)/python -m tests.site build/pages
+	$(BIN)/uvx zensical build --strict -f build/pages/mkdocs.yml
 
 clients: $(VENV)/.stamp-dev ## install the agents' clients that tests play, outside $(VENV) (1.5 GB)
 	$(BIN)/python -m tests.clients.catalogue
