@@ -24,6 +24,8 @@ JOBS ?= 2
 
 # Of make gpu-check: --again begins anew, and does not go on where the last call ended.
 AGAIN ?=
+# Of make gallery: names of entries; AGAIN=1 runs also what is fresh.
+ONLY ?=
 # Of make chaos.
 MINUTES ?= 10
 SEED ?= 0
@@ -38,8 +40,8 @@ SLOW := (integration or vllm) and not nightly
 LATER = $(shell grep -rlE "^(pytestmark = \[?|    )pytest\.mark\.vllm" tests/unit)
 TOLD := --durations 10 --durations-min 2
 
-.PHONY: help quickstart gpu-check test check fmt lint audit site unit clients light heavy chaos nightly \
-  mutants install install-dev install-test clean
+.PHONY: help quickstart gpu-check test check fmt lint audit site unit clients light heavy chaos gallery \
+  nightly mutants install install-dev install-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -92,6 +94,10 @@ heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after 
 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
+
+# One recipe after the other, so that each has the machine to itself.
+gallery: $(VENV)/.stamp-test ## run the recipes that need no GPU, or ONLY these, and make their page
+	$(BIN)/python -m tests.gallery $(ONLY) $(if $(AGAIN),--again)
 
 # Other mistakes every night.
 nightly: SEED = $(shell date +%Y%m%d)

@@ -22,7 +22,6 @@ the move left: they train on the same tasks, so nothing else has changed. ± is 
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from argparse import ArgumentParser
@@ -41,10 +40,10 @@ from libra_cli.report.html.charts import timeline
 from libra_cli.report.html.drawing import BOTTOM, RIGHT, TOP, Drawing, label_width
 from libra_cli.report.html.scales import Scale
 from libra_cli.report.html.slot_rows import SHADES, slot_rows
-from libra_cli.report.html.templates import template
 from libra_cli.report.status.steps import smooth
 from libra_cli.runtime.recipes.yaml_lines import read_yaml
 from libra_cli.runtime.store.reader import Reader
+from tests.gallery.svg import stacked
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "elastic.yaml"
 ARMS = {"moves": "a", "stays": "b", "reversed": "muted"}
@@ -55,8 +54,8 @@ BEFORE, AFTER, LAST = 3, 8, 10
 """Steps before a move and after it, at most; and at the end, whose mean reward is told."""
 RUN_S = 2400.0
 """Seconds that a run may take at most, with the small model built and on a busy machine."""
-WIDTH, HEIGHT, HEADING = 1080, 170, 22
-"""Pixels of the picture: its width, the curves' height, and a line of words."""
+WIDTH, HEIGHT = 1080, 170
+"""Pixels of the picture: its width, and the curves' height."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +202,7 @@ def picture(runs: Mapping[str, LoadedRun]) -> str:
         drawn = timeline(rows, seconds=seconds, colours=colours, opacity=1.0, band=0.36)
         parts.append((f"{arm}: {len(run.steps)} steps in {_whole_s(run):.0f} s", drawn))
     parts.append((_legend(seen), ""))
-    return _stacked(parts)
+    return stacked(parts, width=WIDTH)
 
 
 def _whole_s(run: LoadedRun) -> float:
@@ -214,29 +213,6 @@ def _legend(shades: Collection[str]) -> str:
     known = {name: words for name, words in SHADES.items() if name in shades}
     squares = (f'<tspan fill="var(--{name})">■</tspan> {words}' for name, words in known.items())
     return " &#160; ".join(squares) + " &#160; above a row: how busy the slot was"
-
-
-def _stacked(parts: Sequence[tuple[str, str]]) -> str:
-    """Return one SVG of a heading and a drawing each, with the colours of the report."""
-    colours = re.search(r":root \{.*?\n\}", template("report.html.j2"), re.DOTALL)
-    assert colours is not None
-    shapes, top = [], 0
-    for words, svg in parts:
-        shapes.append(f'<text x="12" y="{top + 16}" fill="var(--ink)">{words}</text>')
-        top += HEADING
-        if svg:
-            box = re.match(r'<svg viewBox="0 0 (\d+) (\d+)"', svg)
-            assert box is not None
-            place = f'<svg y="{top}" width="{box[1]}" height="{box[2]}"'
-            shapes.append(svg.replace("<svg", place, 1))
-            top += int(box[2])
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}"'
-        f' font-family="sans-serif" font-size="13">\n<style>{colours[0]}</style>\n'
-        f'<rect width="{WIDTH}" height="{top}" fill="var(--card)"/>\n'
-        + "\n".join(shapes)
-        + "</svg>\n"
-    )
 
 
 def _rewards(runs: Mapping[str, LoadedRun], seconds: float) -> str:
