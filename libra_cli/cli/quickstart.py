@@ -36,9 +36,12 @@ def quickstart(
         ):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
         run_here(loaded, chosen.recipe, run_dir, resume=False)
-    for line in (
-        f"next: libra show {run_dir} --best   what the agent did, turn by turn",
-        f"next: libra serve {run_dir}         its curves in a browser; libra status has figures",
-        "next: libra init                    a recipe of your own; libra help start says how",
-    ):
+    following = {
+        f"libra show {run_dir} --best": "what the agent did, turn by turn",
+        f"libra serve {run_dir}": "its curves in a browser; libra status has figures",
+        "libra init": "a recipe of your own; libra help start says how",
+    }
+    width = max(map(len, following))
+    for command, what in following.items():
+        line = f"next: {command:<{width}}  {what}"
         out.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -6,8 +6,9 @@
     out    {"model_dir", "sha256", "success", "seconds"}
 
 A built model is cached under the hash of the request and of the code that makes it, and appears
-there by an atomic rename; whoever asks for the same one meanwhile waits. ``sha256`` tells whether
-two hosts have the same model. ``success`` is null unless the model was trained here.
+there by an atomic rename; whoever asks for the same one meanwhile waits. The one of the usual
+request comes with libra, and the controller has put it there. ``sha256`` tells whether two hosts
+have the same model. ``success`` is null unless the model was trained here.
 """
 
 from __future__ import annotations
@@ -151,6 +152,7 @@ def _build(build: ModelBuild, directory: Path) -> None:
     try:
         made = _train(build, temporary) if build.package is None else _fetch(build, temporary)
         about = {
+            "hash": directory.name,
             "build": build.model_dump(mode="json", exclude_none=True),
             **made,
             "seconds": round(time.monotonic() - started, 1),

@@ -14,6 +14,7 @@ from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.remote_files import fetch_tokenizer, names_in
+from libra_cli.runtime.hosts.shipped_model import shipped_model
 from libra_cli.runtime.supervision.answers import understood
 
 
@@ -73,6 +74,8 @@ class ModelCopies:
 
     async def _build(self) -> None:
         host = self._hosts[self._head]
+        if (shipped := shipped_model(self._recipe.model.build)) is not None:
+            await host.transport.put_tree(shipped.files, f"{host.workdir}/models/{shipped.name}")
         await self._run_to_end(model_process(self._recipe, self._facts[self._head]))
         said = await host.transport.get(f"{host.run_dir}/model.json")
         with understood(HostError, f"{self._head}: model.json"):
