@@ -26,6 +26,8 @@ FEATURES = {
     "evaluation": "evaluation|evaluations",
 }
 """The words by which the code names each feature, as a regular expression."""
+VOCABULARIES = ("config/other_names/", "app/importing/")
+"""Folders of tables that name every feature in the words of other trainers."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -123,7 +125,11 @@ def functions_that_take(name: str, root: Path = ROOT) -> Counter[str]:
 def files_that_name(words: str, root: Path = ROOT) -> list[Module]:
     """The modules in which one of ``words`` stands as a word, or as a part of a snake_case name."""
     word = re.compile(rf"(?<![a-z])({words})(?![a-z])", re.IGNORECASE)
-    return [module for module in modules(root) if word.search(module.text)]
+    return [
+        module
+        for module in modules(root)
+        if word.search(module.text) and not str(module.path).startswith(VOCABULARIES)
+    ]
 
 
 def length(function: Function) -> int:

@@ -17,7 +17,7 @@ from typing import Any, get_args
 from libra_cli.config.errors import LibraError
 from libra_cli.config.on_resume import mark_of, sections_of
 from libra_cli.config.only_with import condition_of
-from libra_cli.config.other_names import OTHER_NAMES
+from libra_cli.config.other_names.names import OTHER_NAMES
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.json_form import hints
 
@@ -241,7 +241,7 @@ def _with_pages(told: KeyMeaning, pages: Mapping[str, str]) -> KeyMeaning:
         return told
     said = [
         (topic, sentence)
-        for topic, text in sorted(pages.items())
+        for topic, text in sorted(pages.items(), key=lambda page: (page[0] == "migration", page[0]))
         for sentence in _sentences(text)
         if f"`{told.key}`" in sentence or f"`{told.key}:" in sentence
     ]

@@ -20,6 +20,7 @@ from libra_cli.cli.collect import collect
 from libra_cli.cli.completion import RunDir
 from libra_cli.cli.explain import explain
 from libra_cli.cli.help import show_help
+from libra_cli.cli.importing import import_
 from libra_cli.cli.init import init
 from libra_cli.cli.quickstart import quickstart
 from libra_cli.cli.run import attach, run
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command()(quickstart)
 app.command()(init)
+app.command("import")(import_)
 app.command()(hosts.doctor)
 app.command()(hosts.setup)
 app.command()(operations.ps)

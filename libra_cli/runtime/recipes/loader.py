@@ -34,7 +34,7 @@ import libra_cli
 from libra_cli.config.algorithms import ADVANTAGES, LOSSES
 from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
 from libra_cli.config.host_ranges import expand_range
-from libra_cli.config.other_names import OTHER_NAMES
+from libra_cli.config.other_names.names import OTHER_NAMES
 from libra_cli.config.problems import Problem, RuleError
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rules import ALGORITHM_RULES

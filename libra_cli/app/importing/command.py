@@ -1,0 +1,131 @@
+"""``libra import``: reads files of another trainer and writes the recipe that says the same."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from libra_cli.app.importing.reading import read
+from libra_cli.app.importing.recognition import table_of, trainer_of
+from libra_cli.app.importing.shell import COMPUTED
+from libra_cli.app.importing.translation import translate
+from libra_cli.app.importing.writing import recipe_text
+from libra_cli.config.errors import LibraError, RecipeError
+from libra_cli.config.other_names.rule import Given, LeftOut, Table, Why
+from libra_cli.runtime.recipes.loader import load_recipe
+
+
+@dataclass(frozen=True, slots=True)
+class ImportOrder:
+    """What the user asks of ``libra import`` on the command line."""
+
+    files: tuple[Path, ...]
+    trainer: str | None = None
+    """trl, verl or prime-rl; None: by what the files hold."""
+    processes: int | None = None
+    """The processes that TRL trains with, where no file says so."""
+    output: Path | None = None
+    """The recipe to write; None: none, its text is returned."""
+    force: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """The recipe that was made, and what became of the keys of the files."""
+
+    trainer: str
+    text: str
+    translated: tuple[str, ...]
+    """Keys of the files that the recipe follows."""
+    left_out: tuple[LeftOut, ...]
+    problems: str = ""
+    """What the recipe still lacks, a line each, as the loader says it; empty: it loads."""
+
+
+def import_recipe(order: ImportOrder) -> Imported:
+    """Make a recipe of files of TRL, verl or prime-rl, and write it where that is asked.
+
+    Raises:
+        LibraError: a file cannot be read, is of no trainer or algorithm that is known, or there is
+            a recipe already.
+    """
+    if order.output is not None and order.output.exists() and not order.force:
+        raise LibraError(
+            f"{order.output} is there already",
+            hint=f"libra import --force -o {order.output} ..., which replaces it",
+        )
+    sources = [read(path) for path in order.files]
+    trainer = order.trainer or trainer_of(sources[0])
+    table, values = table_of(trainer, sources)
+    if order.processes is not None:
+        values["num_processes"] = order.processes
+    known = {key: value for key, value in values.items() if not _is_computed(value)}
+    made = translate(table, Given(table.trainer, known, table.defaults))
+    if not made.translated:
+        raise LibraError(
+            f"{order.files[0]}: has no value that libra can read for a key that it knows",
+            hint="libra help migration says which files libra import reads",
+        )
+    left_out = (*made.left_out, *_computed(table, values))
+    title = (
+        f"Made by libra import of {', '.join(path.name for path in order.files)} ({table.trainer})."
+    )
+    text = recipe_text(title, made.settings, left_out)
+    if order.output is not None:
+        _write(order.output, text)
+    return Imported(table.trainer, text, made.translated, left_out, _problems(text, order.output))
+
+
+def _is_computed(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(_is_computed(one) for one in value)
+    return isinstance(value, str) and COMPUTED in value
+
+
+def _computed(table: Table, values: Mapping[str, Any]) -> Iterator[LeftOut]:
+    """The keys whose values only running the script would tell, with the key to set in place."""
+    for key, value in values.items():
+        rule = table.rule_of(key)
+        if not _is_computed(value) or (rule is not None and rule.why is not None):
+            continue
+        ours = f"set {' and '.join(rule.ours)}" if rule and rule.ours else "libra has no such key"
+        yield LeftOut(key, Why.COMPUTED, ours)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LibraError(f"{path}: {error.strerror}") from error
+
+
+def _problems(text: str, output: Path | None) -> str:
+    """What the loader says of a recipe, as if it lay where it is written."""
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "recipe.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            load_recipe(path)
+        except RecipeError as error:
+            return str(error).replace(str(path), str(output or "recipe")).replace(f"{place}/", "")
+    return ""
+
+
+def grouped(left_out: Sequence[LeftOut]) -> Iterator[tuple[Why, list[tuple[str, str]]]]:
+    """Yield what was left out by its kind: keys with their values, and the reason they share."""
+    for why in Why:
+        reasons: dict[str, list[str]] = {}
+        for one in left_out:
+            if one.why is why:
+                told = one.key if one.value is None else f"{one.key}: {_short(one.value)}"
+                reasons.setdefault(one.reason, []).append(told)
+        if reasons:
+            yield why, [(", ".join(keys), reason) for reason, keys in reasons.items()]
+
+
+def _short(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 24 else f"{text[:21]}..."

@@ -1,0 +1,68 @@
+"""Follows the rules of a table: settings of a recipe, and every key that is left out, with why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from libra_cli.config.other_names.rule import Given, KeyRule, LeftOut, Refused, Setting, Table, Why
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What became of a configuration."""
+
+    settings: tuple[Setting, ...]
+    """Keys of a recipe, each once."""
+    left_out: tuple[LeftOut, ...]
+    translated: tuple[str, ...]
+    """Keys of the files that the recipe follows."""
+
+
+def translate(table: Table, given: Given) -> Translation:
+    """Return a configuration in libra's keys, by the rules of a table."""
+    settings: dict[str, Setting] = {}
+    left: dict[str, LeftOut] = {}
+    followed: list[KeyRule] = []
+    for rule in table.rules:
+        if rule.why is not None or not (rule.always or any(key in given for key in rule.theirs)):
+            continue
+        made, refused = _made(rule, given)
+        if not refused:
+            followed.append(rule)
+        for one in made:
+            if isinstance(one, Setting):
+                settings.setdefault(one.key, one)
+            else:
+                left.setdefault(one.key, one)
+    read = {key for rule in followed for key in rule.theirs if key in given} - set(left)
+    for one in _rest(table, given, read | set(left)):
+        left[one.key] = one
+    return Translation(tuple(settings.values()), tuple(left.values()), tuple(sorted(read)))
+
+
+def _made(rule: KeyRule, given: Given) -> tuple[list[Setting | LeftOut], bool]:
+    """What a rule makes, and whether it refused."""
+    made: list[Setting | LeftOut] = []
+    try:
+        made.extend(rule.make(given))
+    except Refused as error:
+        key = next((key for key in rule.theirs if key in given), rule.theirs[0])
+        return [*made, LeftOut(key, Why.MISSING, str(error))], True
+    return made, False
+
+
+def _rest(table: Table, given: Given, done: set[str]) -> Iterator[LeftOut]:
+    """The keys that no rule made anything of, but for those that change nothing."""
+    for key, value in given.values.items():
+        rule = table.rule_of(key)
+        if key in done or value in (None, {}) or (rule is not None and rule.why is None):
+            continue
+        if rule is None or rule.why is None:
+            yield LeftOut(key, Why.MISSING, "libra knows no such key", value)
+        elif not _is_off(value, rule):
+            yield LeftOut(key, rule.why, rule.how, value)
+
+
+def _is_off(value: object, rule: KeyRule) -> bool:
+    return any(value is off or (type(value) is type(off) and value == off) for off in rule.idle)

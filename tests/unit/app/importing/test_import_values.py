@@ -1,0 +1,431 @@
+"""What ``libra import`` makes of values that change their meaning, by trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from libra_cli.app.importing.command import Imported, ImportOrder, import_recipe
+from libra_cli.config.errors import LibraError
+from libra_cli.config.other_names.rule import Why
+from libra_cli.runtime.recipes.yaml_lines import read_yaml
+
+VERL = "actor_rollout_ref"
+
+
+class Made:
+    """An imported file: its recipe by dotted keys, and why keys were left out."""
+
+    def __init__(self, told: Imported) -> None:
+        self.told = told
+        self.recipe = read_yaml(told.text).value
+        self.why = {one.key: one.why for one in told.left_out}
+
+    def __getitem__(self, key: str) -> Any:
+        found: Any = self.recipe
+        for part in key.split("."):
+            found = found.get(part) if found else None
+        return found
+
+
+@pytest.fixture
+def made(tmp_path: Path):
+    """Import a file of this name and text, or of these settings as YAML."""
+
+    def make(name: str, settings: str | dict[str, Any], **more: Any) -> Made:
+        path = tmp_path / name
+        path.write_text(settings if isinstance(settings, str) else yaml.safe_dump(settings))
+        return Made(import_recipe(ImportOrder((path,), **more)))
+
+    return make
+
+
+# -- TRL -------------------------------------------------------------------------------------------
+
+
+def test_completions_of_trl_become_groups_and_updates_become_steps(made):
+    one = made(
+        "grpo.yaml",
+        {
+            "per_device_train_batch_size": 4,
+            "num_processes": 8,
+            "gradient_accumulation_steps": 2,
+            "steps_per_generation": 8,
+            "num_iterations": 2,
+            "num_generations": 16,
+            "max_steps": 800,
+            "save_steps": 80,
+            "warmup_ratio": 0.1,
+        },
+    )
+    assert one["rollout.group_size"] == 16
+    assert one["training.groups_per_step"] == 4 * 8 * 8 / 16
+    assert (one["training.minibatches"], one["training.epochs"]) == (4, 2)
+    assert one["run.steps"] == 800 / 8
+    assert one["training.checkpoint_every"] == 80 / 8
+    assert one["training.warmup_steps"] == 10
+    assert one["nodes"] == [{"host": "local", "gpus": 8}]
+    assert one.told.problems == ""
+
+
+def test_what_trl_takes_where_nothing_is_said_is_written(made):
+    one = made("grpo.yaml", {"num_generations": 8, "learning_rate": "2e-6"})
+    assert one["training.learning_rate"] == 2e-6
+    assert one["training.betas"] == [0.9, 0.999]
+    assert one["training.lr_scheduler_type"] == "linear"
+    assert (one["training.clip_low"], one["training.clip_high"]) == (0.2, 0.2)
+    assert one["training.max_staleness"] == 0
+    assert one.why["num_processes"] is Why.BRING
+    assert "TRL's default of adam_beta1" in one.told.text
+
+
+def test_processes_can_be_said_where_trl_does_not(made):
+    one = made("grpo.yaml", {"num_generations": 8}, processes=4)
+    assert one["training.groups_per_step"] == 4
+    assert "num_processes" not in one.why
+
+
+def test_completions_that_make_no_groups_are_refused_with_the_reason(made):
+    one = made("grpo.yaml", {"num_generations": 7, "seed": 1})
+    assert one["training.groups_per_step"] is None
+    reasons = [told.reason for told in one.told.left_out if "--processes" in told.reason]
+    assert any("8 completions" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss", "arguments"),
+    [
+        ({"loss_type": "dr_grpo"}, "dr_grpo", {"max_completion_length": 512}),
+        (
+            {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 3e-4},
+            "gspo",
+            {"epsilon": 3e-4, "epsilon_high": 3e-4},
+        ),
+        (
+            {"loss_type": "dapo", "importance_sampling_level": "sequence"},
+            "dapo",
+            {"importance_sampling_level": "sequence"},
+        ),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, "cispo", {"epsilon_high": 5.0}),
+        ({"loss_type": "bnpo", "delta": 1.5}, "bnpo", {"delta": 1.5}),
+    ],
+)
+def test_losses_of_trl(made, settings, loss, arguments):
+    one = made("grpo.yaml", {"num_generations": 8, **settings})
+    assert (one["training.loss"], one["training.loss_args"]) == (loss, arguments)
+    assert one.told.problems == ""
+
+
+def test_a_loss_that_libra_has_not_is_left_out(made):
+    one = made("grpo.yaml", {"num_generations": 8, "loss_type": "vespo"})
+    assert one["training.loss"] is None
+    assert one.why["loss_type"] is Why.MISSING
+
+
+def test_rloo_takes_its_kl_from_the_reward(made):
+    one = made("rloo.yaml", {"num_generations": 4, "learning_rate": 1e-5})
+    assert one["training.advantage"] == "rloo"
+    assert (one["training.kl_coef"], one["training.kl_in_reward"]) == (0.05, True)
+    assert one.told.problems == ""
+
+
+def test_a_sampler_that_cannot_be_trained_on_is_left_out_unless_it_is_off(made):
+    one = made("grpo.yaml", {"num_generations": 8, "top_p": 0.95, "top_k": 0, "min_p": None})
+    assert one.why["top_p"] is Why.MISSING
+    assert "top_k" not in one.why
+    assert one["rollout.top_p"] is None
+
+
+def test_supervised_settings_make_demonstrations_to_be_brought(made):
+    one = made("sft.yaml", {"dataset_name": "trl-lib/Capybara", "max_length": 2048})
+    assert (one["training.loss"], one["demonstrations"]) == ("sft", "Capybara.jsonl")
+    assert one["training.learning_rate"] == 2e-5
+    assert one["rollout"] is None
+    assert one.told.problems.endswith("demonstrations: there is no file Capybara.jsonl")
+
+
+def test_a_script_is_read_and_not_run(made, tmp_path):
+    script = f"""
+from trl import GRPOConfig, GRPOTrainer
+open({str(tmp_path / "ran")!r}, "w")
+NAME = "Qwen/Qwen3-0.6B"
+arguments = GRPOConfig(
+    num_generations=4, learning_rate=LR, chat_template_kwargs={{"enable_thinking": False}}
+)
+lora = LoraConfig(r=8, target_modules=["q_proj", "fc1"])
+GRPOTrainer(model=NAME, args=arguments, peft_config=lora)
+"""
+    one = made("train.py", script)
+    assert not (tmp_path / "ran").exists()
+    assert one["model.path"] == "/models/Qwen3-0.6B"
+    assert one["model.template_args"] == {"enable_thinking": False}
+    assert one["training.lora"] == {"rank": 8, "alpha": 32, "target_modules": ["q_proj"]}
+    assert one.why["learning_rate"] is Why.COMPUTED
+    assert one.why["lora_target_modules"] is Why.MISSING
+
+
+def test_the_arguments_of_a_command_line(made):
+    one = made(
+        "run.sh",
+        """accelerate launch --num_processes 4 \\
+    --config_file zero3.yaml grpo.py \\
+    --model_name_or_path Qwen/Qwen3-8B --learning-rate=1e-5 --use_peft \\
+    --lora_target_modules "q_proj", "v_proj" --num_generations 8 --bf16
+""",
+    )
+    assert one["nodes"] == [{"host": "local", "gpus": 4}]
+    assert one["training.learning_rate"] == 1e-5
+    assert one["training.lora.target_modules"] == ["q_proj", "v_proj"]
+    assert one["training.groups_per_step"] == 4
+
+
+@pytest.mark.parametrize("name", ["dpo.yaml", "kto.yaml"])
+def test_algorithms_that_libra_has_not_are_refused(made, name):
+    with pytest.raises(LibraError, match="libra trains by GRPO"):
+        made(name, {"learning_rate": 1e-5, "beta": 0.1})
+
+
+# -- verl ------------------------------------------------------------------------------------------
+
+
+def verl(**keys: Any) -> dict[str, Any]:
+    found = {"algorithm": {"adv_estimator": "grpo"}, f"{VERL}": {"rollout": {"n": 8}}}
+    for key, value in keys.items():
+        *sections, name = key.split("__")
+        inside: Any = found
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside[name] = value
+    return found
+
+
+def test_prompts_of_verl_stay_prompts_and_minibatches_are_counted(made):
+    one = made(
+        "ppo.yaml",
+        verl(
+            data__train_batch_size=512,
+            data__max_prompt_length=1024,
+            data__max_response_length=8192,
+            actor_rollout_ref__actor__ppo_mini_batch_size=128,
+            actor_rollout_ref__actor__clip_ratio_high=0.28,
+            trainer__total_training_steps=200,
+            actor_rollout_ref__actor__optim={"lr": "1e-6", "lr_warmup_steps_ratio": 0.05},
+            trainer__nnodes=2,
+        ),
+    )
+    assert (one["training.groups_per_step"], one["training.minibatches"]) == (512, 4)
+    assert one["rollout.group_size"] == 8
+    assert (one["model.max_len"], one["rollout.max_turn_tokens"]) == (9216, 8192)
+    assert one["training.micro_batch_tokens"] == 9216
+    assert (one["training.clip_low"], one["training.clip_high"]) == (0.2, 0.28)
+    assert one["training.loss_args"] == {"delta": 3.0}
+    assert one["training.warmup_steps"] == 10
+    assert one["nodes"] == [{"host": "gpu-[01-02]", "gpus": 8}]
+    assert one.told.problems == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ({}, {}),
+        ({"use_kl_loss": True}, {"kl_coef": 0.001, "kl_estimator": "k3"}),
+        ({"use_kl_loss": True, "kl_loss_type": "mse"}, {"kl_coef": 0.001, "kl_estimator": "k2"}),
+        ({"use_kl_loss": True, "kl_loss_coef": 0}, {}),
+    ],
+)
+def test_kl_counts_where_it_is_on(made, keys, settings):
+    one = made("ppo.yaml", verl(actor_rollout_ref__actor=keys))
+    training = one["training"]
+    assert {key: training[key] for key in training if key.startswith("kl")} == settings
+
+
+def test_kl_in_the_reward_is_kept_beside_one_in_the_loss(made):
+    keys = verl(algorithm__use_kl_in_reward=True, actor_rollout_ref__actor={"use_kl_loss": True})
+    one = made("ppo.yaml", keys)
+    assert (one["training.kl_coef"], one["training.kl_in_reward"]) == (0.001, True)
+    assert one.why[f"{VERL}.actor.use_kl_loss"] is Why.MISSING
+    assert one.told.problems == ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("reinforce_plus_plus", "reinforce++"),
+        ("reinforce_plus_plus_baseline", "reinforce++-baseline"),
+        ("rloo", "rloo"),
+        ("gae", "gae"),
+        ("remax", None),
+    ],
+)
+def test_advantage_estimators_of_verl(made, theirs, ours):
+    one = made("ppo.yaml", verl(algorithm__adv_estimator=theirs))
+    assert one["training.advantage"] == ours
+    assert (one.why.get("algorithm.adv_estimator") is Why.MISSING) == (ours is None)
+
+
+@pytest.mark.parametrize(
+    ("average", "loss"),
+    [
+        ("token-mean", "dapo"),
+        ("seq-mean-token-mean", "grpo"),
+        ("seq-mean-token-sum-norm", "dr_grpo"),
+        ("token-sum", None),
+    ],
+)
+def test_means_of_verl_are_losses(made, average, loss):
+    assert made("ppo.yaml", verl(actor_rollout_ref__actor={"loss_agg_mode": average}))[
+        "training.loss"
+    ] == (loss)
+
+
+def test_a_fully_asynchronous_step_is_the_updates_of_one_version(made):
+    one = made(
+        "ppo.yaml",
+        verl(
+            data__train_batch_size=0,
+            actor_rollout_ref__actor__ppo_mini_batch_size=32,
+            async_training={"staleness_threshold": 0.5, "trigger_parameter_sync_step": 4},
+            rollout={"total_rollout_steps": 51200, "nnodes": 1, "n_gpus_per_node": 4},
+            trainer={"nnodes": 1, "n_gpus_per_node": 4},
+        ),
+    )
+    assert (one["training.groups_per_step"], one["training.minibatches"]) == (128, 4)
+    assert (one["training.max_staleness"], one["run.steps"]) == (1, 400)
+    assert one["nodes"] == [{"host": "local", "gpus": 8}]
+
+
+def test_the_share_of_memory_of_servers_that_share_gpus_is_left_out(made):
+    one = made("ppo.yaml", verl(actor_rollout_ref__rollout__gpu_memory_utilization=0.5))
+    assert one["rollout.gpu_memory"] is None
+    assert one.why[f"{VERL}.rollout.gpu_memory_utilization"] is Why.NOT_NEEDED
+
+
+def test_references_of_hydra_are_followed(made):
+    keys = verl(data__max_response_length="${data.max_prompt_length}", data__max_prompt_length=700)
+    keys["trainer"] = {"experiment_name": "${now:%Y}", "project_name": "x"}
+    one = made("ppo.yaml", keys)
+    assert one["rollout.max_turn_tokens"] == 700
+    assert one.why["trainer.experiment_name"] is Why.COMPUTED
+
+
+# -- prime-rl --------------------------------------------------------------------------------------
+
+RL = """
+max_steps = 50
+seq_len = 4096
+[model]
+name = "Qwen/Qwen3-4B"
+[deployment]
+num_train_gpus = 2
+num_infer_gpus = 6
+[orchestrator]
+batch_size = 512
+group_size = 16
+[orchestrator.train.sampling]
+max_completion_tokens = 1024
+[[orchestrator.train.source]]
+name = "search"
+ratio = 2
+[orchestrator.train.source.env.taskset]
+id = "wiki-search"
+max_turns = 5
+[trainer.optim]
+lr = 3e-6
+[trainer.scheduler]
+type = "linear"
+warmup_steps = 5
+decay_steps = 20
+min_lr = 3e-7
+"""
+
+
+def test_samples_of_prime_rl_become_groups(made):
+    one = made("rl.toml", RL)
+    assert (one["training.groups_per_step"], one["rollout.group_size"]) == (32, 16)
+    assert one["training.max_staleness"] == 8
+    assert one["training.scale_rewards"] == "none"
+    assert one["nodes"] == [{"host": "local", "gpus": 8}]
+    assert (one["model.max_len"], one["rollout.max_turn_tokens"]) == (4096, 1024)
+    assert one.told.problems == ""
+
+
+def test_a_linear_schedule_of_prime_rl_stays_until_it_falls(made):
+    training = made("rl.toml", RL)["training"]
+    assert training["lr_scheduler_type"] == "warmup_stable_decay"
+    assert (training["warmup_steps"], training["decay_steps"]) == (5, 20)
+    assert training["min_lr_ratio"] == pytest.approx(0.1)
+
+
+def test_a_taskset_is_played_by_its_own_loop(made):
+    one = made("rl.toml", RL)
+    arguments = {"taskset": "wiki-search", "config": {"max_turns": 5}}
+    assert one["environment"] == [
+        {"name": "verifiers", "args": arguments, "label": "search", "weight": 2.0}
+    ]
+    assert one["agent.function"] == "libra_cli.envs.adapters.verifiers:agent"
+
+
+def test_an_environment_of_the_old_verifiers_is_to_be_brought(made):
+    old = "[orchestrator]\nbatch_size = 64\nrollouts_per_example = 8\n"
+    old += '[[orchestrator.env]]\nid = "gsm8k"\n'
+    one = made("rl.toml", old)
+    assert one["environment.name"] == "calculator"
+    assert one["rollout.group_size"] == 8
+    assert one.why["orchestrator.train.source"] is Why.BRING
+
+
+def test_a_teacher_of_prime_rl(made):
+    teacher = '[orchestrator]\nbatch_size = 64\ngroup_size = 4\n[orchestrator.algo]\ntype = "opd"\n'
+    teacher += '[orchestrator.algo.teacher]\nname = "big"\nbase_url = "http://host:8001/v1"\n'
+    one = made("rl.toml", teacher)
+    assert one["training.loss"] == "distill"
+    assert one["teacher"] == {"url": "http://host:8001/v1", "model": "big"}
+    assert one.told.problems == ""
+
+
+def test_the_files_of_the_parts_are_read_together(tmp_path):
+    parts = {
+        "orch.toml": "batch_size = 64\nrollouts_per_example = 8\nmax_async_level = 2\n",
+        "train.toml": "[optim]\nlr = 1e-5\n[model.lora]\nrank = 8\n",
+        "infer.toml": '[model]\nname = "Qwen/Qwen3-0.6B"\n[parallel]\ntp = 1\n',
+    }
+    for name, text in parts.items():
+        (tmp_path / name).write_text(text)
+    one = Made(import_recipe(ImportOrder(tuple(tmp_path / name for name in parts))))
+    assert (one["training.learning_rate"], one["training.max_staleness"]) == (1e-5, 2)
+    assert one["training.lora"] == {"rank": 8, "alpha": 32}
+    assert one["rollout.group_size"] == 8
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.yaml", "services: {web: {image: x}}", "its keys .services.web.image. are not those"),
+        ("a.yaml", "[1, 2]", "holds no mapping"),
+        ("a.toml", "x = ", "is no .toml file"),
+        ("a.sh", "echo hello", "gives no settings"),
+        ("a.py", "print(1)", "gives no settings"),
+        ("a.toml", "[vllm]\nx = 1", "has neither an orchestrator"),
+        ("config.yaml", "learning_rate: 1e-5", "tells GRPO"),
+        ("grpo.py", "GRPOConfig(learning_rate=x)", "has no value that libra can read"),
+    ],
+)
+def test_files_that_are_nobodys_are_refused_with_the_reason(made, name, text, reason):
+    with pytest.raises(LibraError, match=reason):
+        made(name, text)
+
+
+def test_a_recipe_that_is_there_stays(made, tmp_path):
+    there = tmp_path / "recipe.yaml"
+    there.write_text("mine")
+    with pytest.raises(LibraError, match="is there already"):
+        made("grpo.yaml", {"num_generations": 8}, output=there)
+    assert there.read_text() == "mine"
+    made("grpo.yaml", {"num_generations": 8}, output=there, force=True)
+    assert there.read_text().startswith("# Made by libra import of grpo.yaml (TRL).")
