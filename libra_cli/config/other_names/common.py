@@ -12,8 +12,6 @@ STEPS_UNKNOWN = 100
 """Steps of a recipe whose length the other configuration gives in epochs of data it names."""
 PROMPT_TOKENS = 512
 """Tokens left for a prompt where a configuration bounds only what is generated."""
-MICRO_BATCH_TOKENS = 8192
-"""libra's default of training.micro_batch_tokens, which must hold the longest trajectory."""
 LORA_TARGETS = (
     "all-linear",
     "q_proj",
@@ -60,7 +58,7 @@ def stand_in(told: str) -> Made:
 
 
 def lengths(prompt: float, generated: float, told: str) -> Made:
-    """Yield the bounds of a trajectory of one turn, in tokens, and a micro-batch that holds it.
+    """Yield the most tokens of a trajectory, of a prompt and what is generated.
 
     Raises:
         Refused: nothing is left for a prompt.
@@ -69,8 +67,6 @@ def lengths(prompt: float, generated: float, told: str) -> Made:
     if prompt < 1:
         raise Refused(f"leaves no token for a prompt beside {generated:g} generated ones")
     yield Setting("model.max_len", most, told)
-    if most > MICRO_BATCH_TOKENS:
-        yield Setting("training.micro_batch_tokens", most, "one trajectory of model.max_len")
 
 
 def warmup(given: Given, steps_key: str, ratio_key: str, steps: int | None, updates: int) -> Made:

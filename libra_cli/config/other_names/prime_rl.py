@@ -13,7 +13,6 @@ import re
 from typing import Any
 
 from libra_cli.config.other_names.common import (
-    MICRO_BATCH_TOKENS,
     STEPS_UNKNOWN,
     adapter,
     every,
@@ -128,7 +127,7 @@ def _lengths(given: Given) -> Made:
     yield Setting("rollout.max_turn_tokens", generated, told)
     yield from lengths(most - generated, generated, given.told(key))
     packed = int(given.number("trainer.model.seq_len", most))
-    if most <= MICRO_BATCH_TOKENS < packed:
+    if packed > most:
         yield Setting("training.micro_batch_tokens", packed, given.told("trainer.model.seq_len"))
 
 
@@ -558,7 +557,7 @@ _SFT: tuple[KeyRule, ...] = (
     joint("data.name", "demonstrations training.loss", "a file of conversations", _demonstrations),
     joint(
         "data.batch_size data.seq_len",
-        "training.groups_per_step model.max_len training.micro_batch_tokens",
+        "training.groups_per_step model.max_len",
         "conversations; tokens of the longest",
         _rows,
     ),

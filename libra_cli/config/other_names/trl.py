@@ -437,7 +437,7 @@ _PLAYED_RULES: tuple[KeyRule, ...] = (
     ),
     joint(
         "max_completion_length max_prompt_length vllm_max_model_length",
-        "rollout.max_turn_tokens model.max_len training.micro_batch_tokens",
+        "rollout.max_turn_tokens model.max_len",
         "a turn's, and with the prompt's a trajectory's",
         _lengths,
     ),
@@ -597,7 +597,7 @@ _SFT_RULES: tuple[KeyRule, ...] = (
     ),
     joint(
         "per_device_train_batch_size gradient_accumulation_steps max_length max_seq_length",
-        "training.groups_per_step model.max_len training.micro_batch_tokens",
+        "training.groups_per_step model.max_len",
         "rows of one update, and the longest of them in tokens",
         _rows,
     ),

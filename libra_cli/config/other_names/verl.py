@@ -323,15 +323,11 @@ def _lengths(given: Given) -> Made:
     prompt, response = (given.number(f"data.max_{name}_length") for name in ("prompt", "response"))
     told = given.told("data.max_prompt_length", "data.max_response_length")
     yield Setting("rollout.max_turn_tokens", int(response), given.told("data.max_response_length"))
-    for setting in lengths(prompt, response, told):
-        key = getattr(setting, "key", "")
-        packed = f"{ACTOR}.ppo_max_token_len_per_gpu"
-        if key != "training.micro_batch_tokens" or packed not in given:
-            yield setting
-    if f"{ACTOR}.ppo_max_token_len_per_gpu" in given:
-        most = f"{ACTOR}.ppo_max_token_len_per_gpu"
-        tokens = max(given.number(most), prompt + response)
-        yield Setting("training.micro_batch_tokens", int(tokens), given.told(most))
+    yield from lengths(prompt, response, told)
+    packed = f"{ACTOR}.ppo_max_token_len_per_gpu"
+    if packed in given:
+        tokens = max(given.number(packed), prompt + response)
+        yield Setting("training.micro_batch_tokens", int(tokens), given.told(packed))
 
 
 def _turns(given: Given) -> Made:

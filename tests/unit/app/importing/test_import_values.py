@@ -219,7 +219,6 @@ def test_prompts_of_verl_stay_prompts_and_minibatches_are_counted(made):
     assert (one["training.groups_per_step"], one["training.minibatches"]) == (512, 4)
     assert one["rollout.group_size"] == 8
     assert (one["model.max_len"], one["rollout.max_turn_tokens"]) == (9216, 8192)
-    assert one["training.micro_batch_tokens"] == 9216
     assert (one["training.clip_low"], one["training.clip_high"]) == (0.2, 0.28)
     assert one["training.loss_args"] == {"delta": 3.0}
     assert one["training.warmup_steps"] == 10
