@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError, StateError
@@ -20,7 +21,7 @@ from libra_cli.runtime.store.controller_process import (
     process_started,
 )
 from libra_cli.runtime.store.reader import Reader
-from libra_cli.runtime.store.run_directory import recipe_of
+from libra_cli.runtime.store.run_directory import RUNS, recipe_of, running_runs
 
 STOP_TIMEOUT_S = 300.0
 POLL_S = 0.2
@@ -49,6 +50,34 @@ def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[s
         _await_end(row, run_dir)
     note("asking every host what is left of this run")
     return asyncio.run(_stop_remains(recipe_of(run_dir), row.id))
+
+
+@dataclass(frozen=True, slots=True)
+class RunToStop:
+    """The run that is meant where none is named, for a question to whoever asks."""
+
+    run_dir: Path
+    step: int
+    steps: int
+    others: int
+    """How many other runs of this directory are running, none of which is stopped."""
+
+
+def run_to_stop() -> RunToStop:
+    """Return the newest run under ``runs/`` that is running.
+
+    Raises:
+        StateError: none is.
+    """
+    running = running_runs()
+    if not running:
+        raise StateError(
+            f"no run under {RUNS} is running",
+            hint="libra stop RUN_DIR also clears the hosts of one whose controller is gone",
+        )
+    with Reader(running[0]) as reader:
+        row = reader.run()
+    return RunToStop(running[0], row.step, row.target_steps, len(running) - 1)
 
 
 def _interrupt(row: RunRecord, *, at_once: bool) -> None:

@@ -7,9 +7,10 @@ the user.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +28,10 @@ from libra_cli.cli.run import attach, run
 from libra_cli.cli.serve import serve
 from libra_cli.cli.show import show
 from libra_cli.cli.terminal import err, errors_told, out
+from libra_cli.config.errors import StateError
+
+if TYPE_CHECKING:
+    from libra_cli.app.stop import RunToStop
 
 app = typer.Typer(
     help="Agentic RL post-training on plain GPU machines: a list of SSH hosts and one recipe.",
@@ -252,21 +257,48 @@ def evaluate(
 @app.command()
 def stop(
     run_dir: Annotated[
-        Path,
-        typer.Argument(help="A run directory.", autocompletion=completion.run_directories),
-    ],
+        Path | None,
+        typer.Argument(
+            help="A run directory; if left out, the newest under runs/ that is running, once you "
+            "have said yes.",
+            autocompletion=completion.run_directories,
+        ),
+    ] = None,
     now: Annotated[bool, typer.Option("--now", help="No checkpoint, no drain.")] = False,
 ) -> None:
-    """Stop a run and prove that nothing of it is left on any host."""
+    """Stop a run and prove that nothing of it is left on any host.
+
+    Other commands only look at the newest run; this one may end hours of work.
+    Where no run is named it asks first, and without a terminal it refuses.
+    """
     from libra_cli.app import stop as commands
 
     with errors_told():
+        run_dir = run_dir or _agreed_on(commands.run_to_stop())
         left = commands.stop(run_dir, at_once=now, note=lambda text: err.print(text, markup=False))
     for line in left:
         err.print(f"not proved gone: {line}", style="red", markup=False, soft_wrap=True)
     if left:
         raise typer.Exit(3)
     out.print("nothing of this run is left on any host", highlight=False)
+
+
+def _can_be_asked() -> bool:
+    return sys.stdin.isatty()
+
+
+def _agreed_on(found: RunToStop) -> Path:
+    """Return the run if the user says yes; exits if not, or if there is nobody to ask."""
+    if not _can_be_asked():
+        raise StateError(
+            f"{found.run_dir} is the newest run that is running; no terminal to ask you on",
+            hint=f"libra stop {found.run_dir}",
+        )
+    others = f"; {found.others} more running stay" if found.others else ""
+    if typer.confirm(f"Stop {found.run_dir} at step {found.step} of {found.steps}{others}?"):
+        return found.run_dir
+    out.print("it goes on", highlight=False)
+    raise typer.Exit
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import Recipe, RunSpec
+from libra_cli.runtime.store.controller_process import controller_alive
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.schema import DATABASE
 
@@ -72,6 +73,21 @@ def newest_run(directory: Path = RUNS) -> Path:
     Raises:
         StateError: there is no run that can be read.
     """
+    found = _newest_first(directory)
+    if not found:
+        raise StateError(
+            f"there is no run under {directory}",
+            hint="libra quickstart makes one; or name a run directory",
+        )
+    return found[0]
+
+
+def running_runs(directory: Path = RUNS) -> list[Path]:
+    """Return the runs under ``directory`` whose controllers live, the newest first."""
+    return [run_dir for run_dir in _newest_first(directory) if _is_alive(run_dir)]
+
+
+def _newest_first(directory: Path) -> list[Path]:
     started: dict[Path, float] = {}
     for database in directory.glob(f"*/{DATABASE}"):
         try:
@@ -79,12 +95,12 @@ def newest_run(directory: Path = RUNS) -> Path:
                 started[database.parent] = reader.run().started_at
         except StateError:
             continue  # of a newer libra, or just being made: not what was asked for
-    if not started:
-        raise StateError(
-            f"there is no run under {directory}",
-            hint="libra quickstart makes one; or name a run directory",
-        )
-    return max(started, key=lambda run_dir: (started[run_dir], run_dir.name))
+    return sorted(started, key=lambda run_dir: (started[run_dir], run_dir.name), reverse=True)
+
+
+def _is_alive(run_dir: Path) -> bool:
+    with Reader(run_dir) as reader:
+        return controller_alive(reader)
 
 
 def keep_recipe(recipe: Recipe, run_dir: Path) -> None:

@@ -1,8 +1,11 @@
-"""``libra stop``, where the controller is gone."""
+"""``libra stop``, where the controller is gone, and where no run is named."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from libra_cli.app import stop
+from libra_cli.cli import main
 from libra_cli.cli.main import app
 from libra_cli.config.errors import HostLost
+from libra_cli.runtime.store.journal import Journal
+from tests import sample_run
 
 DEADLINE_S = 10.0
 
@@ -50,3 +56,50 @@ def test_what_may_be_left_is_an_exit_code_of_its_own(monkeypatch, left, code) ->
     assert done.exit_code == code
     assert ("nothing of this run is left" in done.output) is (not left)
     assert all(f"not proved gone: {line}" in done.output for line in left)
+
+
+@pytest.fixture
+def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
+    """Two runs of this directory whose controller, this process, lives; a newer one has ended."""
+    stopped: list[Path] = []
+
+    def stop_it(run_dir: Path, *, at_once: bool, note: object) -> list[str]:
+        stopped.append(run_dir)
+        return []
+
+    monkeypatch.setattr(stop, "stop", stop_it)
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as stack:
+        for name, began in (("older", 1.0), ("newer", 2.0), ("ended", 3.0)):
+            journal = stack.enter_context(Journal(tmp_path / "runs" / name))
+            journal.save(sample_run.run_record(started_at=sample_run.START + began, step=7))
+            journal.flush()
+            if name == "ended":
+                journal.close()
+        yield stopped
+
+
+def test_nobody_to_ask_is_told_what_to_type(running):
+    done = CliRunner().invoke(app, ["stop"])
+    assert done.exit_code != 0
+    assert "next: libra stop runs/newer" in done.output
+    assert running == []
+
+
+@pytest.mark.parametrize(("answer", "stops"), [("y\n", [Path("runs/newer")]), ("\n", [])])
+def test_the_newest_run_that_is_running_is_stopped_after_a_question(
+    running, monkeypatch, answer, stops
+):
+    monkeypatch.setattr(main, "_can_be_asked", lambda: True)
+    done = CliRunner().invoke(app, ["stop"], input=answer)
+    assert done.exit_code == 0
+    assert "Stop runs/newer at step 7 of 40; 1 more running stay?" in done.output
+    assert running == stops
+
+
+def test_a_directory_where_nothing_is_running_says_so(tmp_path, monkeypatch):
+    sample_run.write(tmp_path / "runs" / "ended", steps=2)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["stop"])
+    assert done.exit_code != 0
+    assert "no run under runs is running" in done.output
