@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from libra_cli.report.trajectories.choice import (
     PlayedTrajectory,
     find,
     first_by,
+    have_one_reward,
     step_to_show,
     trained_in,
 )
@@ -59,6 +61,7 @@ def show(order: ShowOrder) -> StepTable | PlayedConversation:
         step = step_to_show(reader, order.step)
         played = trained_in(reader, step)
         if order.ranking:
+            _refuse_equals(order.ranking, run_dir, step, played)
             return _colored(reader, first_by(order.ranking, played), order.color)
     if order.color:
         raise StateError(
@@ -66,6 +69,21 @@ def show(order: ShowOrder) -> StepTable | PlayedConversation:
             hint=f"libra show {run_dir} --worst --color {order.color}",
         )
     return StepTable(run_dir, step, played)
+
+
+def _refuse_equals(
+    ranking: str, run_dir: Path, step: int | None, played: Sequence[PlayedTrajectory]
+) -> None:
+    if ranking == "longest" or not have_one_reward(played):
+        return
+    which = "that have ended" if step is None else f"of step {step}"
+    reward = played[0].row.reward
+    value = "no reward" if reward is None else f"the same reward, {reward:g}"
+    at = "" if step is None else f" --step {step}"
+    raise StateError(
+        f"all {len(played)} trajectories {which} have {value}: none is the {ranking}",
+        hint=f"libra show {run_dir}{at} lists them; with --longest it shows the longest of them",
+    )
 
 
 def _colored(reader: Reader, played: PlayedTrajectory, color: str) -> PlayedConversation:

@@ -21,7 +21,7 @@ from libra_cli.config.text import printable
 from libra_cli.core.records import TurnRecord
 from libra_cli.report.terminal.console import fact, grid, number
 from libra_cli.report.terminal.plots import Portable
-from libra_cli.report.trajectories.choice import PlayedTrajectory, first_by
+from libra_cli.report.trajectories.choice import PlayedTrajectory, first_by, have_one_reward
 from libra_cli.report.trajectories.conversation import PlayedConversation, ShownMessage, ShownToken
 
 _ROWS = 40
@@ -58,10 +58,11 @@ def table_view(
     if len(ranked) > _ROWS:
         parts.append(Text(f"  and {len(ranked) - _ROWS} more", "dim"))
     worst, at = first_by("worst", played), f" --step {step}" if step else ""
+    ranking = "longest" if have_one_reward(played) else "worst"
     next_ones = (
         f"libra show {run_dir} {worst.id.group}.{worst.id.member}",
         f"libra show {run_dir}{at} --longest",
-        f"libra show {run_dir}{at} --worst --color version",
+        f"libra show {run_dir}{at} --{ranking} --color version",
     )
     lines = [Text(f"  {line}", overflow="fold") for line in next_ones]
     return Portable(Group(*parts, Text(), Text("read one of them:"), *lines))

@@ -113,6 +113,11 @@ def find(reader: Reader, name: str) -> PlayedTrajectory:
     return next(one for one in _compared(rows, steps) if one.row == asked[-1])
 
 
+def have_one_reward(played: Sequence[PlayedTrajectory]) -> bool:
+    """Whether there are several and all have the same reward, so that none is the best or worst."""
+    return len(played) > 1 and len({one.reward for one in played}) == 1
+
+
 def first_by(ranking: str, played: Sequence[PlayedTrajectory]) -> PlayedTrajectory:
     """The best, the worst or the longest of these.
 

@@ -10,7 +10,13 @@ from typing import TypedDict
 from libra_cli.config.errors import StateError
 from libra_cli.config.text import printable
 from libra_cli.core.records import GroupRecord, StepRecord
-from libra_cli.report.trajectories.choice import RANKINGS, PlayedTrajectory, first_by, trained_in
+from libra_cli.report.trajectories.choice import (
+    RANKINGS,
+    PlayedTrajectory,
+    first_by,
+    have_one_reward,
+    trained_in,
+)
 from libra_cli.report.trajectories.conversation import PlayedConversation, conversation_of
 from libra_cli.runtime.store.reader import Reader
 
@@ -103,7 +109,8 @@ def _of_step(reader: Reader, step: int) -> Iterator[SampleTrajectory]:
     played = trained_in(reader, step)
     if not played:
         return
-    chosen = {name: first_by(name, played) for name in RANKINGS}
+    told_apart = ("longest",) if have_one_reward(played) else RANKINGS
+    chosen = {name: first_by(name, played) for name in told_apart}
     chosen[ANY] = played[step * 7919 % len(played)]  # the same each time that it is drawn
     for names, one in _merged(chosen):
         try:

@@ -71,6 +71,32 @@ def test_the_best_worst_and_longest_of_a_step_are_found(run_dir: Path) -> None:
     assert "trajectory 9000.1" in libra(str(run_dir), "--longest", "--step", "41")
 
 
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [(0.0, "the same reward, 0"), (1.0, "the same reward, 1"), (None, "no reward")],
+)
+def test_none_is_the_best_where_all_are_alike(
+    run_dir: Path, tmp_path: Path, reward: float | None, said: str
+) -> None:
+    alike = shutil.copytree(run_dir, tmp_path / "run")
+    with closing(sqlite3.connect(alike / DATABASE)) as connection:
+        connection.execute("UPDATE trajectories SET reward = ?", (reward,))
+        connection.commit()
+    for ranking in ("best", "worst"):
+        shown = " ".join(libra(str(alike), f"--{ranking}").split())
+        assert f"all 3 trajectories of step 41 have {said}: none is the {ranking}" in shown
+        assert f"next: libra show {alike} --step 41 lists them" in shown
+    assert "trajectory 9000.1" in libra(str(alike), "--longest")
+    assert "--longest --color version" in libra(str(alike))
+
+
+def test_the_only_trajectory_is_the_best_and_the_worst(tmp_path: Path) -> None:
+    with Journal(tmp_path / "run") as journal:
+        journal.save(run_record())
+        journal.save(trajectory(1, 0))
+    assert "trajectory 1.0" in libra(str(tmp_path / "run"), "--best")
+
+
 def test_versions_stand_in_the_text_where_there_are_no_colours(run_dir: Path) -> None:
     shown = libra(str(run_dir), "9000.0", "--color", "version")
     assert "{v1: look<|im_end|>}" in shown
@@ -115,7 +141,7 @@ def test_a_run_that_kept_no_ratios_says_so_and_shows_the_rest(
     assert "old-1 kept no ratio of trajectory 9000.0.0: an older libra trained it" in told
     assert "--color version is always known" in told
     assert "{-0.50: look<|im_end|>}" in libra(str(old), "9000.0", "--color", "advantage")
-    assert "Its tokens were not kept." in libra(str(OLD), "--worst", "--color", "ratio")
+    assert "Its tokens were not kept." in libra(str(OLD), "--longest", "--color", "ratio")
 
 
 def test_a_run_that_was_copied_without_its_tokens_says_that_they_are_not_there(
@@ -201,7 +227,7 @@ def test_a_run_without_steps_shows_what_has_ended(tmp_path: Path) -> None:
 
 def test_a_run_of_the_first_version_is_shown() -> None:
     assert "777.0" in libra(str(OLD))
-    assert "trained in step 49" in libra(str(OLD), "--worst")
+    assert "trained in step 49" in libra(str(OLD), "--longest")
 
 
 def test_every_trajectory_is_of_the_one_step_that_trained_it(run_dir: Path) -> None:
