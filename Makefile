@@ -67,8 +67,8 @@ lint: $(VENV)/.stamp-dev
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 
-audit: $(VENV)/.stamp-dev ## ask PyPI for known vulnerabilities of what is installed
-	$(BIN)/python -m tests.audit
+audit: $(VENV)/.stamp-dev ## ask PyPI for known vulnerabilities of what is installed, and say of how much it knew
+	@$(BIN)/python -m tests.audit
 
 # With a thread of torch for each core in each process, they would wait for one another.
 unit: $(VENV)/.stamp-dev

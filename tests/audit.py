@@ -1,21 +1,23 @@
 """Known vulnerabilities of the packages that are installed here: ``python -m tests.audit``.
 
-Asks PyPI through pip-audit. A finding fails. Where nobody answers (offline, or an index that has
-packages alone) it says so and does not fail: then nothing was audited.
+Asks PyPI through pip-audit, and says of how many packages it was told, and why not of the others:
+offline, and behind an index that has packages alone, of none. Only a finding fails.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 LIMIT_S = 120.0
-SHARE = 0.5
-"""Of all packages, so many must be known to the service for it to count as asked, and one at least:
-``--local`` sees none where a virtual environment borrows those of another."""
+NAMED = 3
+"""The packages that are named of those that were not audited for the same reason."""
+REASON = re.compile(r"Dependency (.*): \S+ \(.*\)")
+"""What pip-audit says of a package that it could not audit, its name and version at the end."""
 
 
 def main() -> int:
@@ -25,7 +27,7 @@ def main() -> int:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
-        told, failed = f"NOT audited: no answer within {LIMIT_S:.0f} s", False
+        told, failed = f"audited 0 packages: pypi.org gave no answer within {LIMIT_S:.0f} s", False
     else:
         told, failed = verdict(done.stdout, done.stderr)
     sys.stdout.write(told + "\n")
@@ -40,18 +42,29 @@ def verdict(output: str, errors: str) -> tuple[str, bool]:
         last = errors.strip().rpartition("\n")[2]
         if "No module named" in last:
             return f"{last}; type: make install-dev", True
-        return f"NOT audited, the service cannot be asked: {last}", False
+        return f"audited 0 packages: pypi.org cannot be asked: {last}", False
     found = [
         f"{one['name']} {one['version']}: {bug['id']}, mended in {' '.join(bug['fix_versions'])}"
         for one in packages
         for bug in one.get("vulns", ())
     ]
-    if found:
-        return "\n".join(["known vulnerabilities:", *found]), True
     known = sum("vulns" in one for one in packages)
-    if known < max(1, SHARE * len(packages)):
-        return f"NOT audited: the service knows {known} of {len(packages)} packages", False
-    return f"no known vulnerabilities in {known} of {len(packages)} packages", False
+    told = [f"audited {known} of {len(packages)} packages", *_not_audited(packages)]
+    if found:
+        return "\n".join(["; ".join(told), "known vulnerabilities:", *found]), True
+    return "; ".join([*told, "no known vulnerabilities"] if known else told), False
+
+
+def _not_audited(packages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a part of a sentence for each reason: how many packages, which, and why."""
+    by_reason: dict[str, list[str]] = {}
+    for one in packages:
+        if reason := one.get("skip_reason"):
+            match = REASON.fullmatch(reason)
+            by_reason.setdefault(match[1] if match else reason, []).append(one["name"])
+    for reason, names in by_reason.items():
+        shown = [*names[:NAMED], "..."] if len(names) > NAMED else names
+        yield f"not {len(names)}, {reason} ({', '.join(shown)})"
 
 
 if __name__ == "__main__":

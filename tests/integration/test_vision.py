@@ -114,7 +114,7 @@ def test_each_image_is_kept_once_and_where_it_stood(run: Live) -> None:
     assert len(kept) == 6, "three colours, two sizes"
     first, second = max(places.values(), key=len)
     assert (first.tokens, second.tokens) == (4, 3)
-    shown = run.libra("show", str(run.run_dir), "--best")
+    shown = run.libra("show", str(run.run_dir), "--longest")
     assert shown.returncode == 0, shown.stderr
     assert "[image 64x64 " in shown.stdout
     assert "<|image_pad|><|image_pad|>" not in shown.stdout
