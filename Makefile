@@ -24,7 +24,7 @@ JOBS ?= 2
 
 # Of make gpu-check: --again begins anew, and does not go on where the last call ended.
 AGAIN ?=
-# Of make gallery: names of entries; AGAIN=1 runs also what is fresh.
+# Of make gallery and benchmarks: names; AGAIN=1 makes also what is fresh.
 ONLY ?=
 # Of make chaos.
 MINUTES ?= 10
@@ -41,7 +41,7 @@ LATER = $(shell grep -rlE "^(pytestmark = \[?|    )pytest\.mark\.vllm" tests/uni
 TOLD := --durations 10 --durations-min 2
 
 .PHONY: help quickstart gpu-check test check fmt lint audit site unit clients light heavy chaos gallery \
-  nightly mutants install install-dev install-test clean
+  benchmarks nightly mutants install install-dev install-test clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -98,6 +98,9 @@ chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES
 # One recipe after the other, so that each has the machine to itself.
 gallery: $(VENV)/.stamp-test ## run the recipes that need no GPU, or ONLY these, and make their page
 	$(BIN)/python -m tests.gallery $(ONLY) $(if $(AGAIN),--again)
+
+benchmarks: $(VENV)/.stamp-test ## as root: measure recoveries, decisions, turns and weights, make their page
+	$(BIN)/python -m tests.benchmarks $(ONLY) $(if $(AGAIN),--again)
 
 # Other mistakes every night.
 nightly: SEED = $(shell date +%Y%m%d)

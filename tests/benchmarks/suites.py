@@ -1,0 +1,212 @@
+"""The suites: which command measures, and which of its numbers are kept as figures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.figures import FaultKind, Figure
+from tests.gallery.entries import CHECKOUT
+
+LONGEST_S = 3600
+HOSTS = (1, 3)
+TRAJECTORIES = (512, 2048)
+LAYERS = 8
+"""Of 28 of Qwen3-1.7B: 0.7 billion parameters fit into the memory of a small machine."""
+
+
+class SuiteError(Exception):
+    """The command of a suite failed; the text is the end of what it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a suite measured."""
+
+    figures: Sequence[Figure] = ()
+    faults: Sequence[FaultKind] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Some figures that one command measures."""
+
+    name: str
+    title: str
+    command: str
+    """What a reader types to measure it alone, after ``python -m``; ``{out}`` is a folder."""
+    read: Callable[[str, Path], Result]
+    """Reads standard output, and what lies in the folder."""
+    about: str
+    """Sentences of the page, under the title."""
+    tolerates: tuple[int, ...] = (0,)
+    """Exit statuses after which there are results."""
+
+
+def measure(suite: Suite) -> Result:
+    """Run the command of a suite.
+
+    Raises:
+        SuiteError: it failed, or took too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="libra-benchmark-") as out:
+        words = suite.command.format(out=out).split()
+        log = Path(out, "stderr.log")
+        with log.open("w", encoding="utf-8") as errors:
+            command = [sys.executable, "-m", *words]
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=CHECKOUT,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                    timeout=LONGEST_S,
+                )
+            except subprocess.TimeoutExpired:
+                raise SuiteError(f"it took more than {LONGEST_S} s") from None
+        if done.returncode not in suite.tolerates:
+            said = (done.stdout + log.read_text(encoding="utf-8"))[-1500:]
+            raise SuiteError(f"python -m {' '.join(words)} ended with {done.returncode}:\n{said}")
+        return suite.read(done.stdout, Path(out))
+
+
+def _speed(stdout: str, out: Path) -> Result:
+    rows = json.loads((out / "speed.json").read_text(encoding="utf-8"))["speed"]
+    return Result(
+        [
+            Figure(
+                what=row["what"],
+                value=row["number"],
+                unit=row["unit"],
+                less_is_better=not row["unit"].startswith("1/"),
+            )
+            for row in rows
+        ]
+    )
+
+
+def _load(stdout: str, out: Path) -> Result:
+    header, *rows = stdout.strip().splitlines()
+    names = [name.strip() for name in header.split("  ") if name.strip()]
+    figures: list[Figure] = []
+    for row in rows:
+        told = dict(zip(names, row.split(), strict=True))
+        many = f"{int(told['trajectories']):,} trajectories"
+        turns = Figure(
+            what=f"{many}: turns through the controller",
+            value=float(told["turns/s"]),
+            unit="turns/s",
+            less_is_better=False,
+        )
+        cpu = Figure(
+            what=f"{many}: CPU of the controller", value=float(told["CPU ms/turn"]), unit="ms/turn"
+        )
+        lag = Figure(
+            what=f"{many}: lag of its event loop, P99",
+            value=float(told["P99 ms"]),
+            unit="ms",
+            noise=0.5,
+        )
+        figures += [turns, cpu, lag]
+    return Result(figures)
+
+
+def _sync(stdout: str, out: Path) -> Result:
+    rows = [json.loads(line) for line in stdout.splitlines() if line.startswith("{")]
+    ways = {"": "libra", "fabric_": "a process group", "raw_": "plain sockets, nothing checked"}
+    return Result(
+        [
+            Figure(
+                what=f"{row['hosts']} host{'s' if row['hosts'] > 1 else ''}, all together: {words}",
+                value=row[f"{way}all_mb_s"],
+                unit="MB/s",
+                less_is_better=False,
+            )
+            for row in rows
+            for way, words in ways.items()
+        ]
+    )
+
+
+def _publication(stdout: str, out: Path) -> Result:
+    told: Mapping[str, Any] = json.loads(stdout.strip().splitlines()[-1])
+    size = f"{told['parameters'] / 1e9:.2f} billion parameters"
+    names = {"still": "the trainer copies, a thread writes", "before": "the trainer writes itself"}
+    return Result(
+        [
+            Figure(what=f"{size}: {words}", value=median, unit="s")
+            for name, words in names.items()
+            for median in [told["seconds"][name][len(told["seconds"][name]) // 2]]
+        ]
+    )
+
+
+def _chaos(stdout: str, out: Path) -> Result:
+    told: Mapping[str, list[float | None]] = json.loads((out / "result.json").read_bytes())
+    return Result(faults=[*_kinds(told)])
+
+
+def _kinds(told: Mapping[str, list[float | None]]) -> Iterator[FaultKind]:
+    for kind, seconds in told.items():
+        known = [round(one, 1) for one in seconds if one is not None]
+        if seconds:
+            yield FaultKind(kind=kind, seconds=known, not_recovered=len(seconds) - len(known))
+
+
+SUITES: Mapping[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            "chaos",
+            "Faults, and seconds until a run has recovered",
+            "tests.cluster.chaos --minutes 20 --seed 0 --directory {out}",
+            _chaos,
+            "A real run (vLLM, accelerate, SSH, a small model) on three hosts in network namespaces"
+            " of one machine; faults come in a seeded order, sometimes two at once. A run has"
+            " recovered when every host is ready, every slot serves or trains and a step has ended"
+            " since the fault was over; the seconds count from the injection, so a fault that lasts"
+            " takes at least as long. Afterwards the journal must show that every trajectory was"
+            " trained once.",
+            tolerates=(0, 1),
+        ),
+        Suite(
+            "decisions",
+            "Planning and scheduling",
+            "tests.research.speed --json {out}/speed.json",
+            _speed,
+            "On one core each, and the simulator on all, on a recorded trace.",
+        ),
+        Suite(
+            "load",
+            "Turns through one controller",
+            f"tests.load --trajectories {' '.join(map(str, TRAJECTORIES))} --seconds 15",
+            _load,
+            "Real controller, agents, journal and SSH; servers that answer at once, on the same"
+            " cores, so that the controller is what is measured.",
+        ),
+        Suite(
+            "sync",
+            "Weight versions to hosts",
+            f"tests.research.sync --bytes 1e9 --hosts {' '.join(map(str, HOSTS))}",
+            _sync,
+            "1 GB of random weights to hosts in network namespaces of one machine, whose cores all"
+            " of them share: over TLS with checksums, over a process group, and over plain sockets"
+            " that check nothing.",
+        ),
+        Suite(
+            "publication",
+            "How long the trainer stands still for a version",
+            f"tests.research.weight_publication {LAYERS} /dev/shm/libra-publication",
+            _publication,
+            f"The shapes of {LAYERS} of Qwen3-1.7B's 28 layers and of its embedding.",
+        ),
+    )
+}
+"""By name, in the order of the page."""
