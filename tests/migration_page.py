@@ -71,7 +71,9 @@ def written(text: str) -> str:
     """Return the page with the tables of all trainers as they are now."""
     for name in TABLES:
         heading = re.compile(rf"(?<=^## {name}\n)(.*?)(?:^\|.*?)?(?=^## |\Z)", re.M | re.S)
-        text = heading.sub(lambda found, name=name: _section(found[1], name), text, count=1)
+        found = heading.search(text)
+        if found is not None:
+            text = text[: found.start()] + _section(found[1], name) + text[found.end() :]
     return text
 
 

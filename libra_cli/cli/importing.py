@@ -56,13 +56,16 @@ def import_(
 
 
 def _tell(made: Imported, output: Path | None) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
     from libra_cli.app.importing.command import grouped
 
     for why, told in grouped(made.left_out):
         err.print(f"\n{why}", style="bold", markup=False, highlight=False)
         for keys, reason in told:
-            err.print(f"  {keys}", style="yellow", markup=False, highlight=False, soft_wrap=True)
-            err.print(f"    {reason}", markup=False, highlight=False, soft_wrap=True)
+            err.print(Padding(Text(keys, style="yellow"), (0, 0, 0, 2), expand=False))
+            err.print(Padding(Text(reason), (0, 0, 0, 4), expand=False))
     counted = f"{len(made.translated)} keys of {made.trainer}'s translated"
     err.print(f"\n{counted}, {len(made.left_out)} left out", markup=False, highlight=False)
     if made.problems:

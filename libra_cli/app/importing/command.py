@@ -70,9 +70,8 @@ def import_recipe(order: ImportOrder) -> Imported:
             hint="libra help migration says which files libra import reads",
         )
     left_out = (*made.left_out, *_computed(table, values))
-    title = (
-        f"Made by libra import of {', '.join(path.name for path in order.files)} ({table.trainer})."
-    )
+    names = ", ".join(path.name for path in order.files)
+    title = f"Made by libra import of {names} ({table.trainer}); see libra help migration."
     text = recipe_text(title, made.settings, left_out)
     if order.output is not None:
         _write(order.output, text)

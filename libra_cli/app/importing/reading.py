@@ -125,7 +125,7 @@ def _resolved(values: dict[str, Any]) -> dict[str, Any]:
 
 def _of_python(path: Path, text: str) -> Source:
     tree = ast.parse(text)
-    made = settings_of(tree)
+    made = settings_of(tree, path.stem)
     if made is not None:
         kind, values = made
         return Source(path, {key: _plain(value) for key, value in values.items()}, hint=kind)

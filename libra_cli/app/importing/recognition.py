@@ -118,6 +118,8 @@ def _of_verl(sources: Sequence[Source]) -> tuple[Table, dict[str, Any]]:
             f"{sources[0].path}: is none of verl's reinforcement learning (actor_rollout_ref)",
             hint="libra help demonstrations, for supervised training",
         )
+    if any("one_step_off" in source.hint for source in sources):
+        values["trainer.one_step_off_policy"] = True
     return verl.VERL, values
 
 

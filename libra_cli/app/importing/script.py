@@ -21,11 +21,15 @@ CONFIGS = {
     "SFTConfig": "sft",
 }
 _LORA = {"r": "lora_r", "lora_alpha": "lora_alpha", "target_modules": "lora_target_modules"}
-_TRAINERS = {"model": "model_name_or_path", "reward_funcs": "reward_funcs"}
+_FUNCTIONS = ("reward_funcs", "environment_factory")
 
 
-def settings_of(tree: ast.Module) -> tuple[str, dict[str, Any]] | None:
-    """Return the kind of trainer and its settings, or None where no configuration is made."""
+def settings_of(tree: ast.Module, module: str) -> tuple[str, dict[str, Any]] | None:
+    """Return the kind of trainer and its settings, or None where no configuration is made.
+
+    ``module`` is the script's own name, under which its functions can be imported.
+    """
+    places = dict(_places(tree, module))
     known = dict(_literals(tree))
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     made = next((call for call in calls if _name(call) in CONFIGS), None)
@@ -39,11 +43,35 @@ def settings_of(tree: ast.Module) -> tuple[str, dict[str, Any]] | None:
             settings |= {_LORA[key]: value for key, value in lora.items() if key in _LORA}
             settings.setdefault("use_peft", True)
         if _name(call).endswith("Trainer"):
-            named = dict(_keywords(call, known))
-            for theirs, ours in _TRAINERS.items():
-                if isinstance(named.get(theirs), str):
-                    settings.setdefault(ours, named[theirs])
+            settings = {**dict(_of_trainer(call, known, places)), **settings}
     return kind, settings
+
+
+def _of_trainer(
+    call: ast.Call, known: Mapping[str, Any], places: Mapping[str, str]
+) -> Iterator[tuple[str, Any]]:
+    """The model by its name, and rewards and environments by where they can be imported."""
+    for keyword in call.keywords:
+        value = keyword.value
+        if keyword.arg == "model":
+            yield "model_name_or_path", _value(value, known)
+        elif keyword.arg in _FUNCTIONS:
+            parts = value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+            named = [places.get(part.id) for part in parts if isinstance(part, ast.Name)]
+            if len(named) == len(parts) and all(named):
+                yield keyword.arg, named if isinstance(value, ast.List | ast.Tuple) else named[0]
+
+
+def _places(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
+    """The import paths of the functions and classes that a script defines or imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (
+                (name.asname or name.name, f"{node.module}:{name.name}") for name in node.names
+            )
+    for statement in tree.body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            yield statement.name, f"{module}:{statement.name}"
 
 
 def _name(call: ast.Call) -> str:

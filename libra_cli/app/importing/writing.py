@@ -20,14 +20,10 @@ _COMMENT = 36
 
 def recipe_text(title: str, settings: Sequence[Setting], left_out: Sequence[LeftOut]) -> str:
     """Return a recipe of these settings; what its user has to bring is said at its head."""
-    lines = [
-        f"# {title}",
-        "# What it leaves out is told on the terminal; libra help migration.",
-        "#",
-    ]
+    lines = _wrapped(title)
     for one in left_out:
         if one.why is Why.BRING:
-            lines += _wrapped(f"to do: {one.key}: {one.reason}")
+            lines += _wrapped(f"To do: {one.key}: {one.reason}")
     tree: dict[str, Any] = {}
     for setting in settings:
         *sections, key = setting.key.split(".")
@@ -63,6 +59,7 @@ def _key(begin: str, made: Setting, depth: int) -> Iterator[str]:
         yield from (f"{'  ' * (depth + 1)}- {_flow(one)}" for one in made.value)
     else:
         yield from _commented(f"{begin} {_flow(made.value)}", made.told)
+    yield from (f"{'  ' * depth}# {line}" for line in made.instead)
 
 
 def _commented(line: str, told: str) -> Iterator[str]:

@@ -52,9 +52,16 @@ def hosts(count: int, gpus: int, told: str, *, serve: bool = True) -> Made:
     yield Setting("nodes", [node], f"{told}; local is this machine")
 
 
-def stand_in(told: str) -> Made:
-    """Yield an environment that loads, with how to bring one's own beside it."""
-    yield Setting("environment.name", "calculator", told)
+def stand_in(told: str, *instead: str) -> Made:
+    """Yield an environment that loads; ``instead`` are the lines of one's own to fill in."""
+    yield Setting("environment.name", "calculator", told, instead)
+
+
+def tasks_line(named: Any) -> str:
+    """The line of YAML that names files of tasks."""
+    files = named if isinstance(named, list) else [named]
+    listed = ", ".join(map(str, files))
+    return f"tasks: [{listed}]" if len(files) > 1 else f"tasks: {listed}"
 
 
 def lengths(prompt: float, generated: float, told: str) -> Made:
@@ -105,7 +112,8 @@ def adapter(given: Given, rank: str, alpha: str, targets: str) -> Made:
         words = [word for word in words if word in LORA_TARGETS]
     if words and "all-linear" not in words:
         lora["target_modules"] = words
-    yield Setting("training.lora", lora, given.told(rank, alpha))
+    told = "" if rank in given and alpha in given else given.told(rank, alpha)
+    yield Setting("training.lora", lora, told)
 
 
 def monitors(key: str, named: Any) -> Made:

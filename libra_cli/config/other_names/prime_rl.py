@@ -83,14 +83,15 @@ def _groups(given: Given) -> Made:
         raise Refused("counts tokens: set training.groups_per_step, which counts prompts")
     size = int(given.number("orchestrator.group_size"))
     samples = given.number("orchestrator.batch_size", given.get("batch_size", 128))
+    told = given.told("orchestrator.group_size")
     if size == 1:
         yield LeftOut(
             "orchestrator.group_size",
             Why.MISSING,
             "is 1, and libra compares the samples of a prompt: groups of 8 are played",
         )
-        size = 8
-    yield Setting("rollout.group_size", size, given.told("orchestrator.group_size"))
+        size, told = 8, "prime-rl's is 1"
+    yield Setting("rollout.group_size", size, told)
     groups = whole(samples / size, "batch_size / group_size")
     yield Setting("training.groups_per_step", groups, f"{samples} samples / {size}")
 

@@ -30,6 +30,8 @@ class Setting:
     key: str
     value: Any
     told: str = ""
+    instead: tuple[str, ...] = ()
+    """Lines of YAML that may stand in place of the key, once they are filled in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ def _loss(given: Given) -> Made:
     if by_sequence and name in ("dapo", "bnpo", "dr_grpo"):
         arguments["importance_sampling_level"] = "sequence"
     if arguments:
-        yield Setting("training.loss_args", arguments, "arguments of the loss")
+        yield Setting("training.loss_args", arguments, "of TRL's keys for this loss")
 
 
 def _loss_name(given: Given) -> str:
@@ -299,14 +299,23 @@ def _lora(given: Given) -> Made:
 
 
 def _tasks(given: Given) -> Made:
-    data = given.get("dataset_name", "your data")
-    yield from stand_in(f"in place of {shown(data)} and its rewards: libra help data")
+    data, rewards = given.get("dataset_name"), given.get("reward_funcs")
+    factory = given.get("environment_factory")
+    arguments = [f"factory: {factory}"] if factory else []
+    if rewards:
+        named = rewards if isinstance(rewards, list) else [rewards]
+        arguments.append(f"rewards: [{', '.join(map(str, named))}]")
+    told = f"in place of {shown(data or 'your data')} and its rewards (libra help data, adapters)"
+    yield from stand_in(
+        told,
+        f"name: {'trl' if arguments else 'dataset'}",
+        f"args: {{{', '.join(arguments) or 'reward: match'}}}",
+        f"tasks: FILE  # rows of {data}" if data else "tasks: FILE  # rows as TRL has them",
+    )
     yield LeftOut(
         "dataset_name",
         Why.BRING,
-        "rows in a file and their reward: environment: {name: dataset, tasks: FILE, "
-        "args: {reward: ...}} (libra help data); an environment_factory and reward functions "
-        "are used as they are by environment: {name: trl} (libra help adapters)",
+        "rows in a file, and what rewards them: uncomment the lines under environment",
     )
 
 
@@ -387,9 +396,9 @@ _MODEL_AND_OPTIMIZER: tuple[KeyRule, ...] = (
     left(
         "bf16 fp16 tf32 dtype torch_dtype attn_implementation model_init_kwargs "
         "gradient_checkpointing gradient_checkpointing_kwargs use_liger_kernel model_revision "
-        "trust_remote_code use_reentrant disable_dropout optim_args",
+        "trust_remote_code use_reentrant disable_dropout optim_args chat_template",
         Why.PLANNED,
-        "bfloat16 on GPUs, and recomputation by what memory there is",
+        "bfloat16 on GPUs, recomputation by what memory there is, the template of model.path",
         idle=(True,),
     ),
     left(
@@ -466,7 +475,12 @@ _PLAYED_RULES: tuple[KeyRule, ...] = (
         _evaluation,
         always=False,
     ),
-    joint("dataset_name reward_funcs", "environment", "rows and rewards are to be brought", _tasks),
+    joint(
+        "dataset_name reward_funcs environment_factory",
+        "environment",
+        "rows are to be brought; rewards and the factory are used as they are",
+        _tasks,
+    ),
     joint(
         "max_staleness",
         "training.max_staleness",
@@ -491,7 +505,7 @@ _PLAYED_RULES: tuple[KeyRule, ...] = (
     left(
         "reward_weights reward_model_name_or_path reward_funcs_names cosine_min_value_wrong "
         "cosine_max_value_wrong cosine_min_value_correct cosine_max_value_correct cosine_max_len "
-        "reward_clip_range system_prompt environment_factory tools think_format "
+        "reward_clip_range system_prompt tools think_format "
         "multi_objective_aggregation",
         Why.BRING,
         "rewards and tools belong to the environment: args.reward_weights of environment: "

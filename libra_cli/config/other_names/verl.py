@@ -24,6 +24,7 @@ from libra_cli.config.other_names.common import (
     monitors,
     run_name,
     stand_in,
+    tasks_line,
     warmup,
 )
 from libra_cli.config.other_names.rule import (
@@ -160,6 +161,8 @@ def _staleness(given: Given) -> Made:
     elif mode in ("colocate_async", "separate_async"):
         key = "trainer.v1.sampler.max_off_policy_threshold"
         bound, told = int(given.number(key)), given.told(key)
+    elif given.get("trainer.one_step_off_policy"):
+        bound, told = 1, "one step off policy"
     else:
         bound, told = 0, "verl waits for every batch; 1 overlaps (libra help staleness)"
     yield Setting("training.max_staleness", bound, told)
@@ -213,7 +216,7 @@ def _loss(given: Given) -> Made:
     yield Setting("training.loss", loss, given.told(mode_key, average_key))
     arguments = _loss_arguments(given, loss, average)
     if arguments:
-        yield Setting("training.loss_args", arguments, "arguments of the loss")
+        yield Setting("training.loss_args", arguments, "of verl's keys for this loss")
 
 
 def _loss_arguments(given: Given, loss: str, average: str) -> dict[str, Any]:
@@ -341,7 +344,7 @@ def _turns(given: Given) -> Made:
 
 def _nodes(given: Given) -> Made:
     count, gpus = int(given.number("trainer.nnodes")), int(given.number("trainer.n_gpus_per_node"))
-    if _is_fully_async(given):
+    if "rollout.nnodes" in given or "rollout.n_gpus_per_node" in given:
         more = given.number("rollout.nnodes", 1) * given.number("rollout.n_gpus_per_node", gpus)
         told = f"{count * gpus} GPUs that train and {more:g} that generate"
         total = count * gpus + int(more)
@@ -352,13 +355,17 @@ def _nodes(given: Given) -> Made:
 
 
 def _tasks(given: Given) -> Made:
-    files = given.get("data.train_files", "your data")
-    yield from stand_in("in place of data.train_files and its reward: libra help data")
+    yield from stand_in(
+        "in place of data.train_files and their reward (libra help data)",
+        "name: dataset",
+        tasks_line(given.get("data.train_files", "FILE")),
+        "args: {reward: math}  # or match, or a function of yours",
+    )
     yield LeftOut(
         "data.train_files",
         Why.BRING,
-        f"environment: {{name: dataset, tasks: {shown(files)}, args: {{reward: ...}}}} reads "
-        "verl's parquet as it is; the reward function is to be named (libra help data)",
+        "parquet of verl's is read as it is, and its reward is to be named: uncomment the lines "
+        "under environment",
     )
 
 
@@ -431,10 +438,11 @@ _BATCH: tuple[KeyRule, ...] = (
         _length_of_run,
     ),
     joint(
-        "async_training.staleness_threshold trainer.v1.trainer_mode "
+        "async_training.staleness_threshold trainer.one_step_off_policy trainer.v1.trainer_mode "
         "trainer.v1.sampler.max_off_policy_threshold",
         "training.max_staleness",
-        "0 of the synchronous trainer; the threshold rounded up, or max_off_policy_threshold",
+        "0 of the synchronous trainer, 1 of main_ppo in one_step_off_policy; the threshold rounded "
+        "up, or max_off_policy_threshold",
         _staleness,
     ),
     joint(

@@ -167,6 +167,21 @@ GRPOTrainer(model=NAME, args=arguments, peft_config=lora)
     assert one.why["lora_target_modules"] is Why.MISSING
 
 
+def test_rewards_and_environments_of_a_script_are_named_to_be_used_as_they_are(made):
+    script = """
+from trl.rewards import accuracy_reward as exact
+class Game: ...
+def brevity(completions, **columns): ...
+GRPOTrainer(model="/m", reward_funcs=[brevity, exact], environment_factory=Game,
+            args=GRPOConfig(num_generations=8, max_steps=5))
+"""
+    one = made("games.py", script)
+    assert one["environment"] == {"name": "calculator"}
+    assert "# name: trl" in one.told.text
+    rewards = "rewards: [games:brevity, trl.rewards:accuracy_reward]"
+    assert f"# args: {{factory: games:Game, {rewards}}}" in one.told.text
+
+
 def test_the_arguments_of_a_command_line(made):
     one = made(
         "run.sh",
@@ -294,6 +309,23 @@ def test_a_fully_asynchronous_step_is_the_updates_of_one_version(made):
     assert (one["training.groups_per_step"], one["training.minibatches"]) == (128, 4)
     assert (one["training.max_staleness"], one["run.steps"]) == (1, 400)
     assert one["nodes"] == [{"host": "local", "gpus": 8}]
+
+
+def test_one_step_off_policy_is_a_staleness_of_one(made):
+    script = "python3 -m verl.experimental.one_step_off_policy.main_ppo \\\n"
+    script += "  algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 \\\n"
+    script += "  trainer.n_gpus_per_node=2 rollout.nnodes=1 rollout.n_gpus_per_node=6 $@\n"
+    one = made("run.sh", script)
+    assert one["training.max_staleness"] == 1
+    assert one["nodes"] == [{"host": "local", "gpus": 8}]
+
+
+def test_files_of_verl_are_named_to_be_read_as_they_are(made):
+    files = {"train_files": "['~/a.parquet', '~/b.parquet']"}
+    script = f'python -m verl.trainer.main_ppo data.train_files="{files["train_files"]}" '
+    one = made("run.sh", script + "actor_rollout_ref.rollout.n=8 algorithm.adv_estimator=grpo")
+    assert "# tasks: [~/a.parquet, ~/b.parquet]" in one.told.text
+    assert one.told.problems == ""
 
 
 def test_the_share_of_memory_of_servers_that_share_gpus_is_left_out(made):
@@ -427,4 +459,4 @@ def test_a_recipe_that_is_there_stays(made, tmp_path):
         made("grpo.yaml", {"num_generations": 8}, output=there)
     assert there.read_text() == "mine"
     made("grpo.yaml", {"num_generations": 8}, output=there, force=True)
-    assert there.read_text().startswith("# Made by libra import of grpo.yaml (TRL).")
+    assert there.read_text().startswith("# Made by libra import of grpo.yaml (TRL);")
