@@ -9,14 +9,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tests.benchmarks.figures import FaultKind, Figure
 from tests.gallery.entries import CHECKOUT
+from tests.research.peers.runs import SUCCESS
 
 LONGEST_S = 3600
 HOSTS = (1, 3)
 TRAJECTORIES = (512, 2048)
+SEEDS = 2
 LAYERS = 8
 """Of 28 of Qwen3-1.7B: 0.7 billion parameters fit into the memory of a small machine."""
 
@@ -148,6 +151,28 @@ def _publication(stdout: str, out: Path) -> Result:
     )
 
 
+def _peers(stdout: str, out: Path) -> Result:
+    rows: list[dict[str, Any]] = json.loads((out / "peers.json").read_bytes())["peers"]
+    return Result(
+        [
+            figure
+            for contender in dict.fromkeys(row["contender"] for row in rows)
+            for figure in _contender([row for row in rows if row["contender"] == contender])
+        ]
+    )
+
+
+def _contender(rows: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+    """Yield seconds a step, and until a run has learned, in the mean of those that have."""
+    name = rows[0]["contender"]
+    steps = fmean(row["step_s"] for row in rows)
+    yield Figure(what=f"{name}: a step, mean of {len(rows)} seeds", value=steps, unit="s")
+    learned = [row["success_s"] for row in rows if row["success_s"] is not None]
+    if learned:
+        what = f"{name}: until its success was {SUCCESS}, {len(learned)} of {len(rows)} seeds"
+        yield Figure(what=what, value=fmean(learned), unit="s")
+
+
 def _chaos(stdout: str, out: Path) -> Result:
     told: Mapping[str, list[float | None]] = json.loads((out / "result.json").read_bytes())
     return Result(faults=[*_kinds(told)])
@@ -166,7 +191,7 @@ SUITES: Mapping[str, Suite] = {
         Suite(
             "chaos",
             "Faults, and seconds until a run has recovered",
-            "tests.cluster.chaos --minutes 20 --seed 0 --directory {out}",
+            "tests.cluster.chaos --minutes 15 --seed 0 --directory {out}",
             _chaos,
             "A real run (vLLM, accelerate, SSH, a small model) on three hosts in network namespaces"
             " of one machine; faults come in a seeded order, sometimes two at once. A run has"
@@ -206,6 +231,15 @@ SUITES: Mapping[str, Suite] = {
             f"tests.research.weight_publication {LAYERS} /dev/shm/libra-publication",
             _publication,
             f"The shapes of {LAYERS} of Qwen3-1.7B's 28 layers and of its embedding.",
+        ),
+        Suite(
+            "peers",
+            "Seconds a step, and until it has learned, beside TRL",
+            f"tests.research.peers recipes/quickstart.yaml --seeds {SEEDS}"
+            " --json {out}/peers.json",
+            _peers,
+            "The quickstart by libra and by TRL's GRPOTrainer with its own tool loop, one after the"
+            " other: median seconds of a step, and seconds from launch.",
         ),
     )
 }

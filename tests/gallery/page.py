@@ -52,14 +52,14 @@ def page(facts: Sequence[Facts]) -> str:
 
 
 def _table(shown: Sequence[tuple[Entry, Facts]]) -> Iterator[str]:
-    yield "| recipe | seconds | curve | model before | exported model |"
+    yield f"| recipe | seconds | first → last {ENDS} steps | model before | exported model |"
     yield "| --- | --- | --- | --- | --- |"
     for entry, facts in shown:
         before = _before(facts)
         cells = (
             f"[{entry.name}](../../recipes/{entry.recipe.name})",
             f"{facts.seconds.whole:.0f}",
-            "{:.2f} → {:.2f}".format(*_ends(facts)),
+            "{} {:.2f} → {:.2f}".format(NAMES[facts.curve.metric], *_ends(facts)),
             "-" if before is None else f"{before.pass_at_1:.2f}",
             f"{facts.exported.pass_at_1:.2f}",
         )

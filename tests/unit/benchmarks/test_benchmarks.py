@@ -131,6 +131,21 @@ def test_syncs_and_publications_are_read_from_json(tmp_path: Path) -> None:
     assert [one.value for one in figures] == [0.2, 2.0]
 
 
+def test_peers_are_told_by_contender_and_by_how_many_learned(tmp_path: Path) -> None:
+    rows = [
+        {"contender": "libra", "step_s": 1.0, "success_s": 60.0},
+        {"contender": "libra", "step_s": 3.0, "success_s": None},
+        {"contender": "trl", "step_s": 4.0, "success_s": None},
+    ]
+    (tmp_path / "peers.json").write_text(json.dumps({"peers": rows}))
+    figures = SUITES["peers"].read("", tmp_path).figures
+    assert [(one.what, one.value) for one in figures] == [
+        ("libra: a step, mean of 2 seeds", 2.0),
+        ("libra: until its success was 0.7, 1 of 2 seeds", 60.0),
+        ("trl: a step, mean of 1 seeds", 4.0),
+    ]
+
+
 def test_a_command_that_fails_says_what_it_said() -> None:
     suite = Suite("none", "None", "tests.no_such_module", lambda stdout, out: Result(), "")
     with pytest.raises(SuiteError, match="No module named"):
