@@ -59,9 +59,11 @@ def _keys(keys: Sequence[str]) -> str:
 
 
 def _shortened(keys: Sequence[str]) -> Iterator[str]:
-    """Write a key of the section of the one before it as ``.name``."""
+    """Write a key of the section of the one before it as ``.name``, and verl's without the first
+    of its sections.
+    """
     section = ""
-    for key in keys:
+    for key in (one.removeprefix("actor_rollout_ref.") for one in keys):
         begins = key.rpartition(".")[0]
         yield f".{key.rpartition('.')[2]}" if section and begins == section else key
         section = begins

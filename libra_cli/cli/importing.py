@@ -59,7 +59,7 @@ def _tell(made: Imported, output: Path | None) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    from libra_cli.app.importing.command import grouped
+    from libra_cli.app.importing.translation import grouped
 
     for why, told in grouped(made.left_out):
         err.print(f"\n{why}", style="bold", markup=False, highlight=False)

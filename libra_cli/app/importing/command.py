@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,20 +111,3 @@ def _problems(text: str, output: Path | None) -> str:
         except RecipeError as error:
             return str(error).replace(str(path), str(output or "recipe")).replace(f"{place}/", "")
     return ""
-
-
-def grouped(left_out: Sequence[LeftOut]) -> Iterator[tuple[Why, list[tuple[str, str]]]]:
-    """Yield what was left out by its kind: keys with their values, and the reason they share."""
-    for why in Why:
-        reasons: dict[str, list[str]] = {}
-        for one in left_out:
-            if one.why is why:
-                told = one.key if one.value is None else f"{one.key}: {_short(one.value)}"
-                reasons.setdefault(one.reason, []).append(told)
-        if reasons:
-            yield why, [(", ".join(keys), reason) for reason, keys in reasons.items()]
-
-
-def _short(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 24 else f"{text[:21]}..."

@@ -119,7 +119,7 @@ def _of_verl(sources: Sequence[Source]) -> tuple[Table, dict[str, Any]]:
             hint="libra help demonstrations, for supervised training",
         )
     if any("one_step_off" in source.hint for source in sources):
-        values["trainer.one_step_off_policy"] = True
+        values["verl.experimental.one_step_off_policy"] = True
     return verl.VERL, values
 
 

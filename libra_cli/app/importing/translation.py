@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from libra_cli.config.errors import NONSENSE
 from libra_cli.config.other_names.rule import Given, KeyRule, LeftOut, Refused, Setting, Table, Why
 
 
@@ -47,9 +49,17 @@ def _made(rule: KeyRule, given: Given) -> tuple[list[Setting | LeftOut], bool]:
     try:
         made.extend(rule.make(given))
     except Refused as error:
-        key = next((key for key in rule.theirs if key in given), rule.theirs[0])
-        return [*made, LeftOut(key, Why.MISSING, str(error))], True
+        return [*made, LeftOut(_first(rule, given), Why.MISSING, str(error))], True
+    except NONSENSE:
+        return [
+            *made,
+            LeftOut(_first(rule, given), Why.MISSING, "has a value of no such kind"),
+        ], True
     return made, False
+
+
+def _first(rule: KeyRule, given: Given) -> str:
+    return next((key for key in rule.theirs if key in given), rule.theirs[0])
 
 
 def _rest(table: Table, given: Given, done: set[str]) -> Iterator[LeftOut]:
@@ -66,3 +76,20 @@ def _rest(table: Table, given: Given, done: set[str]) -> Iterator[LeftOut]:
 
 def _is_off(value: object, rule: KeyRule) -> bool:
     return any(value is off or (type(value) is type(off) and value == off) for off in rule.idle)
+
+
+def grouped(left_out: Sequence[LeftOut]) -> Iterator[tuple[Why, list[tuple[str, str]]]]:
+    """Yield what was left out by its kind: keys with their values, and the reason they share."""
+    for why in Why:
+        reasons: dict[str, list[str]] = {}
+        for one in left_out:
+            if one.why is why:
+                told = one.key if one.value is None else f"{one.key}: {_short(one.value)}"
+                reasons.setdefault(one.reason, []).append(told)
+        if reasons:
+            yield why, [(", ".join(keys), reason) for reason, keys in reasons.items()]
+
+
+def _short(value: Any) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 24 else f"{text[:21]}..."

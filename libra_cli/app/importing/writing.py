@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from libra_cli.app.importing.translation import grouped
 from libra_cli.config.other_names.rule import LeftOut, Setting, Why
 from libra_cli.config.recipe import Recipe
 
@@ -21,9 +22,8 @@ _COMMENT = 36
 def recipe_text(title: str, settings: Sequence[Setting], left_out: Sequence[LeftOut]) -> str:
     """Return a recipe of these settings; what its user has to bring is said at its head."""
     lines = _wrapped(title)
-    for one in left_out:
-        if one.why is Why.BRING:
-            lines += _wrapped(f"To do: {one.key}: {one.reason}")
+    for keys, reason in dict(grouped(left_out)).get(Why.BRING, ()):
+        lines += _wrapped(f"To do: {keys}: {reason}")
     tree: dict[str, Any] = {}
     for setting in settings:
         *sections, key = setting.key.split(".")

@@ -224,22 +224,19 @@ def _model(given: Given) -> Made:
 
 
 def _nodes(given: Given) -> Made:
-    size = int(given.number("deployment.gpus_per_node", 8))
+    serve = given.defaults.get("deployment.num_infer_gpus") != 0  # sft
     if given.get("deployment.type") == "multi_node":
-        servers = given.number("deployment.num_infer_nodes", 1) * given.number(
-            "deployment.num_infer_replicas", 1
-        )
-        train = given.number("deployment.num_train_nodes", 1)
-        yield from hosts(int(train + servers), size, f"{train} hosts train, {servers:g} generate")
+        size = int(given.number("deployment.gpus_per_node", 8))
+        train = int(given.number("deployment.num_train_nodes", 1))
+        replicas = given.number("deployment.num_infer_replicas", 1)
+        servers = int(given.number("deployment.num_infer_nodes", 1) * replicas) if serve else 0
+        told = f"hosts: {train} train, {servers} generate in prime-rl; here the planner says"
+        yield from hosts(train + servers, size, told, serve=serve)
         return
-    train, servers = (
-        _gpus(given, f"{name}_gpu_ids", f"deployment.num_{short}_gpus")
-        for name, short in (("trainer", "train"), ("inference", "infer"))
-    )
-    told = f"{train} GPUs train and {servers} generate in prime-rl; here the planner says"
-    if not servers:
-        told = f"{train} GPUs train"
-    yield from hosts(1, train + servers, told, serve=servers > 0)
+    train = _gpus(given, "trainer_gpu_ids", "deployment.num_train_gpus")
+    servers = _gpus(given, "inference_gpu_ids", "deployment.num_infer_gpus") if serve else 0
+    told = f"GPUs: {train} train, {servers} generate in prime-rl; here the planner says"
+    yield from hosts(1, train + servers, told, serve=serve)
 
 
 def _gpus(given: Given, listed: str, counted: str) -> int:
@@ -564,8 +561,9 @@ _SFT: tuple[KeyRule, ...] = (
     ),
     left(
         "data val eval inference renderer",
-        Why.BRING,
-        "demonstrations are rows of messages; what is played to evaluate needs servers",
+        Why.MISSING,
+        "nothing is played beside demonstrations, which are rows of messages: libra eval plays "
+        "what was trained",
         idle=(True, 0),
     ),
 )

@@ -119,6 +119,10 @@ class Table:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values where a configuration says nothing, of keys for which libra takes others."""
 
+    def theirs(self) -> set[str]:
+        """Return all keys, and sections of keys, that a rule is about."""
+        return {key for rule in self.rules for key in rule.theirs}
+
     def rule_of(self, key: str) -> KeyRule | None:
         """Return the rule that is about a key, or about the nearest section around it."""
         exact = key

@@ -161,7 +161,7 @@ def _staleness(given: Given) -> Made:
     elif mode in ("colocate_async", "separate_async"):
         key = "trainer.v1.sampler.max_off_policy_threshold"
         bound, told = int(given.number(key)), given.told(key)
-    elif given.get("trainer.one_step_off_policy"):
+    elif given.get("verl.experimental.one_step_off_policy"):
         bound, told = 1, "one step off policy"
     else:
         bound, told = 0, "verl waits for every batch; 1 overlaps (libra help staleness)"
@@ -438,11 +438,12 @@ _BATCH: tuple[KeyRule, ...] = (
         _length_of_run,
     ),
     joint(
-        "async_training.staleness_threshold trainer.one_step_off_policy trainer.v1.trainer_mode "
+        "async_training.staleness_threshold verl.experimental.one_step_off_policy "
+        "trainer.v1.trainer_mode "
         "trainer.v1.sampler.max_off_policy_threshold",
         "training.max_staleness",
-        "0 of the synchronous trainer, 1 of main_ppo in one_step_off_policy; the threshold rounded "
-        "up, or max_off_policy_threshold",
+        "0 of the synchronous trainer, 1 one step off policy; the threshold rounded up, or "
+        "max_off_policy_threshold",
         _staleness,
     ),
     joint(
@@ -602,7 +603,7 @@ _LEFT: tuple[KeyRule, ...] = (
     ),
     left(
         "data",
-        Why.BRING,
+        Why.NOT_NEEDED,
         "tasks are read by environment.tasks, with shuffle and limit (libra help data)",
         idle=("prompt", "error", True, -1),
     ),
@@ -628,6 +629,11 @@ _LEFT: tuple[KeyRule, ...] = (
         "trainer ray_kwargs ray_init global_profiler profiler hydra transfer_queue defaults skip",
         Why.NOT_NEEDED,
         "there is no Ray; a run directory holds metrics, trajectories and checkpoints",
+    ),
+    left(
+        "async_training.partial_rollout",
+        Why.NOT_NEEDED,
+        "turns in flight go on with the weights of a new version",
     ),
     left(
         f"algorithm {MODEL}.mtp {MODEL}.lora {MODEL}.exclude_modules {ACTOR} {OPTIM} distillation "

@@ -7,11 +7,16 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from libra_cli.app.importing.command import Imported, ImportOrder, import_recipe
+from libra_cli.app.importing.translation import translate
+from libra_cli.app.importing.writing import recipe_text
 from libra_cli.config.errors import LibraError
-from libra_cli.config.other_names.rule import Why
+from libra_cli.config.other_names.rule import Given, Why
 from libra_cli.runtime.recipes.yaml_lines import read_yaml
+from tests import migration_page
 
 VERL = "actor_rollout_ref"
 
@@ -429,6 +434,24 @@ def test_the_files_of_the_parts_are_read_together(tmp_path):
     assert (one["training.learning_rate"], one["training.max_staleness"]) == (1e-5, 2)
     assert one["training.lora"] == {"rank": 8, "alpha": 32}
     assert one["rollout.group_size"] == 8
+
+
+KEYS = sorted(
+    {key for tables in migration_page.TABLES.values() for one in tables for key in one.theirs()}
+)
+VALUES = st.none() | st.booleans() | st.integers(-2, 9) | st.floats(0, 2) | st.text(max_size=5)
+ANY = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=2), max_leaves=3)
+
+
+@given(
+    table=st.sampled_from([one for tables in migration_page.TABLES.values() for one in tables]),
+    values=st.dictionaries(st.sampled_from(KEYS), ANY | st.just({"type": "x"}), max_size=8),
+)
+def test_values_of_any_kind_are_translated_or_left_out(table, values):
+    made = translate(table, Given(table.trainer, values, table.defaults))
+    told = {*made.translated, *(one.key for one in made.left_out)}
+    assert told <= {*values, *table.theirs()} | {one.key for one in made.left_out}
+    assert recipe_text("x", made.settings, made.left_out)
 
 
 # -- files -----------------------------------------------------------------------------------------
