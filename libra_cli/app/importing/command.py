@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_cli.app.importing.reading import read
+from libra_cli.app.importing.reading import Source, read
 from libra_cli.app.importing.recognition import table_of, trainer_of
 from libra_cli.app.importing.shell import COMPUTED
 from libra_cli.app.importing.translation import translate
@@ -69,7 +69,7 @@ def import_recipe(order: ImportOrder) -> Imported:
             f"{order.files[0]}: has no value that libra can read for a key that it knows",
             hint="libra help migration says which files libra import reads",
         )
-    left_out = (*made.left_out, *_computed(table, values))
+    left_out = (*made.left_out, *_computed(table, values), *_unread(sources))
     names = ", ".join(path.name for path in order.files)
     title = f"Made by libra import of {names} ({table.trainer}); see libra help migration."
     text = recipe_text(title, made.settings, left_out)
@@ -92,6 +92,13 @@ def _computed(table: Table, values: Mapping[str, Any]) -> Iterator[LeftOut]:
             continue
         ours = f"set {' and '.join(rule.ours)}" if rule and rule.ours else "libra has no such key"
         yield LeftOut(key, Why.COMPUTED, ours)
+
+
+def _unread(sources: Sequence[Source]) -> Iterator[LeftOut]:
+    """The variables whose values an ``if`` or a loop of a script may change."""
+    reason = "may be another: branches of if, loops and functions are not read"
+    for source in sources:
+        yield from (LeftOut(f"${name}", Why.COMPUTED, reason) for name in source.unread)
 
 
 def _write(path: Path, text: str) -> None:

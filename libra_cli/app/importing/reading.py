@@ -13,14 +13,14 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from libra_cli.app.importing.script import settings_of
-from libra_cli.app.importing.shell import COMPUTED, commands
+from libra_cli.app.importing.shell import COMPUTED, assigned_in_branches, commands
 from libra_cli.config.errors import LibraError
 
 _NUMBER = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$")
@@ -41,6 +41,8 @@ class Source:
     """The trainer that a script names: main_ppo's module, a script's file, a configuration's class.
     """
     is_toml: bool = False
+    unread: tuple[str, ...] = ()
+    """Variables of a shell script that are assigned where it is not read."""
 
 
 def read(path: Path) -> Source:
@@ -136,7 +138,8 @@ def _of_python(path: Path, text: str) -> Source:
 def _of_shell(path: Path, text: str) -> Source:
     """The settings of the command that gives the most of them."""
     found = [one for words in commands(text) if (one := _of_command(path, words)) is not None]
-    return max(found, key=lambda one: len(one.values), default=Source(path, {}))
+    most = max(found, key=lambda one: len(one.values), default=Source(path, {}))
+    return replace(most, unread=tuple(assigned_in_branches(text)))
 
 
 def _of_command(path: Path, words: list[str]) -> Source | None:

@@ -116,6 +116,13 @@ def commands(text: str) -> Iterator[list[str]]:
             yield list(_until_its_end(words))
 
 
+def assigned_in_branches(text: str) -> list[str]:
+    """Return the variables that a script assigns in an ``if``, a loop or a function, unread."""
+    inside = (line for line, is_inside in _with_depth(_logical_lines(text)) if is_inside)
+    found = (_ASSIGNED.match(line) for line in inside)
+    return sorted({one[1] for one in found if one})
+
+
 def _has_command(line: str) -> bool:
     """Whether a line begins with an assignment and goes on with a command: ``X=1 python``."""
     value = line.split("=", 1)[1]
@@ -192,10 +199,9 @@ class _Branches:
 
 def _outside_branches(lines: Iterator[str], script: _Assigned) -> Iterator[str]:
     """The lines that count: outside of ``if`` and loops, and in one branch of each ``case``."""
-    depth, cases = 0, list[_Branches]()
-    for line in lines:
-        if depth or _opens(line):
-            depth += _opens(line) - bool(_CLOSES.match(line))
+    cases = list[_Branches]()
+    for line, is_inside in _with_depth(lines):
+        if is_inside:
             continue
         if (word := re.match(r"^case\s+(.+?)\s+in\b", line)) is not None:
             cases.append(_Branches("".join(script.words(word[1])[:1])))
@@ -207,8 +213,14 @@ def _outside_branches(lines: Iterator[str], script: _Assigned) -> Iterator[str]:
             yield line
 
 
-def _opens(line: str) -> bool:
-    return bool(_OPENS.match(line)) and not re.search(r";\s*(fi|done)\b", line)
+def _with_depth(lines: Iterator[str]) -> Iterator[tuple[str, bool]]:
+    """Each line, and whether it is part of an ``if``, a loop or a function."""
+    depth = 0
+    for line in lines:
+        opens = bool(_OPENS.match(line))
+        yield line, opens or depth > 0
+        is_whole = re.search(r";\s*(fi|done)\b", line) is not None
+        depth += (opens and not is_whole) - bool(_CLOSES.match(line))
 
 
 def _of_case(line: str, cases: list[_Branches]) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from libra_cli.app.importing.shell import COMPUTED, commands
+from libra_cli.app.importing.shell import COMPUTED, assigned_in_branches, commands
 
 
 def last(text: str) -> list[str]:
@@ -71,3 +71,10 @@ run $m
 def test_no_branch_of_an_if_is_read():
     script = 'x=1\nif [ "$y" = 2 ]; then\n  x=2\nfi\nfor i in 1 2; do\n  x=3\ndone\nrun $x'
     assert last(script) == ["run", "1"]
+    assert assigned_in_branches(script) == ["x"]
+
+
+def test_an_if_on_one_line_ends_there():
+    script = "if [ -z $x ]; then x=2; fi\ny=3\nrun $y"
+    assert last(script) == ["run", "3"]
+    assert assigned_in_branches(script) == []
