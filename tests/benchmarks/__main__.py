@@ -12,6 +12,7 @@ root: they make hosts in network namespaces.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -32,6 +33,8 @@ def main() -> None:
     typed = parser.parse_args()
     if unknown := [name for name in typed.names if name not in SUITES]:
         parser.error(f"there is no {', '.join(unknown)}: there are {', '.join(SUITES)}")
+    # What is running is then stopped before the end.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     failed = [] if typed.draw else run(typed.names or SUITES, again=typed.again)
     draw()
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
@@ -47,7 +50,7 @@ def run(names: Iterable[str], *, again: bool) -> list[str]:
         at, day, began = machine(), time.strftime("%Y-%m-%d"), time.monotonic()
         say(f"{name}: begins (load {at.load} on {at.cores} cores)")
         try:
-            result = measure(SUITES[name])
+            result = measure(SUITES[name], say)
         except Exception as error:  # noqa: BLE001 - told, and the others are measured
             say(f"{name}: {error if isinstance(error, SuiteError) else repr(error)}")
             failed.append(name)

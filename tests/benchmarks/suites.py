@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +13,9 @@ from typing import Any
 
 from tests.benchmarks.figures import FaultKind, Figure
 from tests.gallery.entries import CHECKOUT
+from tests.gallery.watched import Say, run_watched
 from tests.research.peers.runs import SUCCESS
 
-LONGEST_S = 3600
 HOSTS = (1, 3)
 TRAJECTORIES = (512, 2048)
 SEEDS = 2
@@ -52,32 +51,26 @@ class Suite:
     """Exit statuses after which there are results."""
 
 
-def measure(suite: Suite) -> Result:
-    """Run the command of a suite.
+def measure(suite: Suite, say: Say) -> Result:
+    """Run the command of a suite, and tell now and then what it says.
 
     Raises:
         SuiteError: it failed, or took too long.
     """
-    with tempfile.TemporaryDirectory(prefix="libra-benchmark-") as out:
+    with tempfile.TemporaryDirectory(prefix="libra-benchmark-") as folder:
+        out = Path(folder)
         words = suite.command.format(out=out).split()
-        log = Path(out, "stderr.log")
-        with log.open("w", encoding="utf-8") as errors:
-            command = [sys.executable, "-m", *words]
-            try:
-                done = subprocess.run(
-                    command,
-                    cwd=CHECKOUT,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                    text=True,
-                    timeout=LONGEST_S,
-                )
-            except subprocess.TimeoutExpired:
-                raise SuiteError(f"it took more than {LONGEST_S} s") from None
-        if done.returncode not in suite.tolerates:
-            said = (done.stdout + log.read_text(encoding="utf-8"))[-1500:]
-            raise SuiteError(f"python -m {' '.join(words)} ended with {done.returncode}:\n{said}")
-        return suite.read(done.stdout, Path(out))
+        log, errors = out / "stdout.log", out / "stderr.log"
+        command = [sys.executable, "-m", *words]
+        try:
+            status = run_watched(command, cwd=CHECKOUT, log=log, errors=errors, say=say)
+        except TimeoutError as error:
+            raise SuiteError(str(error)) from None
+        said = log.read_text(encoding="utf-8")
+        if status not in suite.tolerates:
+            end = (said + errors.read_text(encoding="utf-8"))[-1500:]
+            raise SuiteError(f"python -m {' '.join(words)} ended with {status}:\n{end}")
+        return suite.read(said, out)
 
 
 def _speed(stdout: str, out: Path) -> Result:

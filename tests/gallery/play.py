@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,14 +19,9 @@ from tests.gallery.entries import ENTRIES, HELD_OUT, RECIPES, Entry
 from tests.gallery.facts import Examination, Facts, examination, facts_of
 from tests.gallery.fault import Killer, timeline_of
 from tests.gallery.machine import machine
+from tests.gallery.watched import Say, run_watched
 
 LIBRA = Path(sys.executable).with_name("libra")
-LONGEST_S = 3600
-"""Seconds that a command may take, also on a busy machine."""
-TELL_S = 30
-"""Seconds between two lines about a command that goes on."""
-
-Say = Callable[[str], None]
 
 
 class GalleryError(Exception):
@@ -70,39 +64,20 @@ class Stage:
         self.commands.append(typed)
         log = self.place / f"{arguments[0]}.log"
         began = time.monotonic()
-        with log.open("a", encoding="utf-8") as file:
-            environment = {**os.environ, "HOME": str(self.home)}
-            process = subprocess.Popen(
-                [LIBRA, *arguments], cwd=self.place, stdout=file, stderr=file, env=environment
+        try:
+            status = run_watched(
+                [LIBRA, *arguments],
+                cwd=self.place,
+                log=log,
+                env={**os.environ, "HOME": str(self.home)},
+                say=self.say,
+                meanwhile=meanwhile,
             )
-            try:
-                status = self._watched(process, typed, log, meanwhile)
-            finally:
-                if process.poll() is None:
-                    process.terminate()  # it stops what it has started, and ends
-                    process.wait()
+        except TimeoutError as error:
+            raise GalleryError(f"{typed}: {error}\nnext: tail {log}") from None
         if status:
             raise GalleryError(f"{typed} ended with {status}\nnext: tail {log}")
         return time.monotonic() - began
-
-    def _watched(
-        self,
-        process: subprocess.Popen[bytes],
-        typed: str,
-        log: Path,
-        meanwhile: Callable[[], None],
-    ) -> int:
-        """Wait for the end, and say now and then what the command says."""
-        began = time.monotonic()
-        for second in range(LONGEST_S):
-            try:
-                return process.wait(max(0.0, began + second - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                meanwhile()
-                if second % TELL_S == TELL_S - 1:
-                    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-                    self.say(f"  {lines[-1]}" if lines else "  nothing is said yet")
-        raise GalleryError(f"{typed} took more than {LONGEST_S} s\nnext: tail {log}")
 
 
 def play(entry: Entry, root: Path, say: Say) -> Facts:

@@ -149,7 +149,7 @@ def test_peers_are_told_by_contender_and_by_how_many_learned(tmp_path: Path) -> 
 def test_a_command_that_fails_says_what_it_said() -> None:
     suite = Suite("none", "None", "tests.no_such_module", lambda stdout, out: Result(), "")
     with pytest.raises(SuiteError, match="No module named"):
-        measure(suite)
+        measure(suite, lambda text: None)
 
 
 # -- the command -----------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ def test_one_that_fails_is_told_and_what_is_fresh_is_left(
 ) -> None:
     asked = []
 
-    def invented(suite: Suite) -> Result:
+    def invented(suite: Suite, say: object) -> Result:
         asked.append(suite.name)
         if suite.name == "load":
             raise SuiteError("it needs root")
