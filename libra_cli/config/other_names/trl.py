@@ -380,6 +380,7 @@ _MODEL_AND_OPTIMIZER: tuple[KeyRule, ...] = (
         "the same",
         lambda value: value or None,
     ),
+    turned("torch_compile", "training.compile", "the same", lambda value: value or None),
     joint("report_to", "run.monitors", "those that libra has", _dashboards, always=False),
     same("chat_template_kwargs", "model.template_args"),
     left(
@@ -388,8 +389,15 @@ _MODEL_AND_OPTIMIZER: tuple[KeyRule, ...] = (
         "log_unique_prompts log_completions_hub_repo push_to_hub hub_model_id hub_strategy "
         "hub_private_repo hub_model_revision trackio_space_id project wandb_project wandb_entity "
         "wandb_run_group disable_tqdm benchmarks callbacks do_eval do_train remove_unused_columns "
-        "ddp_find_unused_parameters ddp_timeout dataloader_num_workers dataset_num_proc "
-        "torch_empty_cache_steps resume_from_checkpoint per_device_eval_batch_size",
+        "dataset_num_proc torch_empty_cache_steps resume_from_checkpoint do_predict "
+        "per_device_eval_batch_size batch_eval_metrics enable_jit_checkpoint "
+        "eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start "
+        "eval_use_gather_object full_determinism greater_is_better hub_always_push hub_revision "
+        "hub_token ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names "
+        "length_column_name load_best_model_at_end log_level_replica log_on_each_node "
+        "logging_nan_inf_filter metric_for_best_model prediction_loss_only "
+        "restore_callback_states_from_checkpoint save_on_each_node save_only_model "
+        "skip_memory_metrics trackio_bucket_id trackio_static_space_id use_cache data_seed",
         Why.NOT_NEEDED,
         "a run directory holds metrics, trajectories and checkpoints",
     ),
@@ -407,7 +415,13 @@ _MODEL_AND_OPTIMIZER: tuple[KeyRule, ...] = (
         "main_process_port main_process_ip compute_environment num_cpu_threads_per_process "
         "parallelism_config rdzv_backend same_network use_cpu downcast_bf16 tpu_env "
         "main_training_function enable_cpu_affinity dynamo_backend multi_gpu gpu_ids "
-        "main_process_hostname tpu_use_cluster tpu_use_sudo debug",
+        "main_process_hostname tpu_use_cluster tpu_use_sudo debug accelerator_config "
+        "auto_find_batch_size average_tokens_across_devices bf16_full_eval fp16_full_eval "
+        "ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph ddp_timeout "
+        "ddp_find_unused_parameters dataloader_drop_last dataloader_in_order "
+        "dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers "
+        "dataloader_pin_memory dataloader_prefetch_factor liger_kernel_config local_rank "
+        "torch_compile_backend torch_compile_mode train_sampling_strategy",
         Why.PLANNED,
         "libra starts the ranks, and training.sharding: auto is FSDP2 on several GPUs",
     ),
@@ -420,10 +434,11 @@ _MODEL_AND_OPTIMIZER: tuple[KeyRule, ...] = (
     left(
         "load_in_4bit load_in_8bit bnb_4bit_quant_type use_bnb_nested_quant lora_dropout "
         "lora_modules_to_save lora_task_type use_rslora use_dora lora_target_parameters "
-        "neftune_noise_alpha router_aux_loss_coef",
+        "neftune_noise_alpha router_aux_loss_coef label_smoothing_factor optim_target_modules "
+        "adam_epsilon",
         Why.MISSING,
-        "adapters are plain LoRA on weights in bfloat16",
-        idle=(0, "CAUSAL_LM"),
+        "adapters are plain LoRA on weights in bfloat16, and AdamW's epsilon is 1e-8",
+        idle=(0, 0.0, 1e-8, "CAUSAL_LM"),
     ),
 )
 
