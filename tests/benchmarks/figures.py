@@ -18,7 +18,7 @@ class Figure(Fact):
     unit: str
     less_is_better: bool = True
     noise: float = 0.2
-    """The share by which it differs from one measurement to the next on a quiet machine."""
+    """The share by which two measurements of the same code may differ; chosen, not measured."""
 
 
 class FaultKind(Fact):

@@ -15,8 +15,8 @@ INTRODUCTION = """\
 
 `make benchmarks` measures what is here and makes this page of it. The numbers lie beside it
 (`benchmarks/NAME.json`), with those of the measurement before. One that is worse than before by
-more than the noise in its row is marked **worse**, if both are of the same kind of machine and
-neither was measured beside other work.
+more than the share in its row, which was chosen, is marked **worse**, if both are of the same kind
+of machine and neither was measured beside other work.
 """
 
 
@@ -46,7 +46,7 @@ def _section(suite: Suite, measured: Measured) -> Iterator[str]:
     if newest.faults:
         yield from _faults(newest.faults)
     if newest.figures:
-        yield "| what | now | before | unit | noise | |"
+        yield "| what | now | before | unit | may differ | |"
         yield "| --- | --- | --- | --- | --- | --- |"
         for figure in newest.figures:
             yield _row(figure, previous(measured, figure))

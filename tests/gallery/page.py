@@ -59,7 +59,7 @@ def _table(shown: Sequence[tuple[Entry, Facts]]) -> Iterator[str]:
         cells = (
             f"[{entry.name}](../../recipes/{entry.recipe.name})",
             f"{facts.seconds.whole:.0f}",
-            "{} {:.2f} → {:.2f}".format(NAMES[facts.curve.metric], *_ends(facts)),
+            "{} {:.2f} → {:.2f}".format(NAMES[facts.curve.metric], *ends(facts)),
             "-" if before is None else f"{before.pass_at_1:.2f}",
             f"{facts.exported.pass_at_1:.2f}",
         )
@@ -72,7 +72,8 @@ def _before(facts: Facts) -> Examination | None:
     return first if first is not None and first.step == 0 else facts.before
 
 
-def _ends(facts: Facts) -> tuple[float, float]:
+def ends(facts: Facts) -> tuple[float, float]:
+    """The means of the curve over its first and over its last ``ENDS`` steps."""
     values = facts.curve.values
     return fmean(values[:ENDS]), fmean(values[-ENDS:])
 
@@ -95,7 +96,7 @@ def _section(entry: Entry, facts: Facts) -> Iterator[str]:
 
 
 def _measured(facts: Facts) -> dict[str, str]:
-    first, last = _ends(facts)
+    first, last = ends(facts)
     count = len(facts.curve.values)
     rows = {
         "took": _took(facts),

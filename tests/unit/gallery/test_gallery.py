@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -12,9 +13,9 @@ from pydantic import ValidationError
 
 from tests.gallery import __main__ as command
 from tests.gallery import facts as kept
-from tests.gallery.entries import ENTRIES, RECIPES, Entry
+from tests.gallery.entries import CHECKOUT, ENTRIES, RECIPES, Entry
 from tests.gallery.facts import FOLDER, Facts
-from tests.gallery.page import files, needs, page
+from tests.gallery.page import ends, files, needs, page
 from tests.gallery.picture import picture
 from tests.gallery.play import GalleryError
 from tests.played import HOSTILE
@@ -60,6 +61,17 @@ def test_what_an_entry_names_exists() -> None:
     for entry in ENTRIES.values():
         assert not entry.needs or ENTRIES[entry.needs].exports_to in entry.recipe.read_text()
         assert not entry.examined_by or (RECIPES / f"{entry.examined_by}.yaml").is_file()
+
+
+def test_the_first_page_says_of_its_pictures_what_their_facts_say() -> None:
+    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    said = re.findall(
+        r"from ([\d.]+) to ([\d.]+) in \d+ steps\]\([^)]*gallery/([\w-]+)\.svg", readme
+    )
+    known = {one.name: tuple(f"{mean:.2f}" for mean in ends(one)) for one in shipped()}
+    assert {name: (first, last) for first, last, name in said} == {
+        name: known[name] for _, _, name in said
+    }, "README.md tells of another run: write what gallery.md says"
 
 
 # -- facts of a run --------------------------------------------------------------------------------
