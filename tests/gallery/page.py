@@ -9,12 +9,16 @@ from pathlib import Path
 from statistics import fmean
 
 from libra_cli.config.text import printable
+from libra_cli.report.status.steps import smooth
+from libra_cli.report.terminal.plots import sparkline
 from tests.gallery.entries import ENTRIES, RECIPES, Entry
 from tests.gallery.facts import FOLDER, Examination, Facts, Machine, Timeline, Trajectory
 from tests.gallery.picture import NAMES, picture
 
 ENDS = 5
 """Steps at the beginning and at the end whose mean is told."""
+BLOCKS = 24
+"""The most characters that a curve is told with in a line."""
 COLUMNS = 76
 MOST_LINES = 24
 """Columns and lines of a trajectory; of a longer one the middle is left out."""
@@ -104,7 +108,7 @@ def _measured(facts: Facts) -> dict[str, str]:
         "with": ", ".join(f"{name} {known}" for name, known in facts.machine.versions.items())
         + f", commit {facts.machine.commit}, {facts.day}",
         NAMES[facts.curve.metric]: f"{first:.2f} → {last:.2f}, first and last {ENDS} of"
-        f" {count} steps",
+        f" {count} steps: {_blocks(facts.curve.values)}",
     }
     if facts.tokens_per_s is not None:
         rows["rollout"] = f"{facts.tokens_per_s:,.0f} generated tokens/s, median over steps"
@@ -115,6 +119,13 @@ def _measured(facts: Facts) -> dict[str, str]:
     known = "" if before is None else f"{_estimate(before)} before, "
     rows["exported model"] = f"pass@1 {known}{_estimate(exported)} after; {asked}"
     return rows
+
+
+def _blocks(values: Sequence[float]) -> str:
+    """Return the smoothed values as blocks, for a terminal, which shows no picture."""
+    line = smooth(values)
+    count = min(BLOCKS, len(line))
+    return sparkline([line[round(at * (len(line) - 1) / max(1, count - 1))] for at in range(count)])
 
 
 def _changes(known: Timeline) -> dict[str, str]:
