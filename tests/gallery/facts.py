@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from libra_cli.api import LoadedRun
 from libra_cli.core.records import EvaluationRecord
+from libra_cli.report.status.steps import IMITATES
 from libra_cli.report.trajectories.choice import PlayedTrajectory, trained_in
 from libra_cli.report.trajectories.conversation import conversation_of
 from libra_cli.runtime.store.reader import Reader
@@ -138,7 +139,7 @@ class Facts(Fact):
     seconds: Seconds
     curve: Curve
     tokens_per_s: float | None
-    """Generated tokens a second, the median over steps; None where nothing is generated."""
+    """Generated (or imitated) tokens of a batch over the step's seconds, the median over steps."""
     evaluations: list[Examination]
     """In the run."""
     before: Examination | None
@@ -148,6 +149,11 @@ class Facts(Fact):
     trajectories: list[Trajectory]
     timeline: Timeline | None = None
     """Of a run whose slots change sides."""
+
+    @property
+    def imitates(self) -> bool:
+        """Whether the steps imitated demonstrations, and nothing was generated."""
+        return self.curve.metric == f"train/{IMITATES}"
 
 
 def facts_of(run: LoadedRun, known: Mapping[str, Any], metric: str) -> Facts:

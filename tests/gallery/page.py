@@ -96,7 +96,11 @@ def _section(entry: Entry, facts: Facts) -> Iterator[str]:
         yield f"| {what} | {words} |"
     yield ""
     for trajectory in facts.trajectories:
-        yield from _trajectory(trajectory)
+        known = trajectory.reward is not None and not facts.imitates
+        reward = f", reward {trajectory.reward:.2g}" if known else ""
+        what = "demonstration" if facts.imitates else "trajectory"
+        yield f"A {what} of step {trajectory.step}{reward}:\n"
+        yield from _messages(trajectory)
 
 
 def _measured(facts: Facts) -> dict[str, str]:
@@ -111,7 +115,9 @@ def _measured(facts: Facts) -> dict[str, str]:
         f" {count} steps: {_blocks(facts.curve.values)}",
     }
     if facts.tokens_per_s is not None:
-        rows["rollout"] = f"{facts.tokens_per_s:,.0f} generated tokens/s, median over steps"
+        what = "training" if facts.imitates else "rollout"
+        kind = "imitated" if facts.imitates else "generated"
+        rows[what] = f"{facts.tokens_per_s:,.0f} {kind} tokens/s, median over steps"
     if facts.timeline is not None:
         rows |= _changes(facts.timeline)
     before, exported = _before(facts), facts.exported
@@ -165,9 +171,7 @@ def _estimate(one: Examination) -> str:
     return f"{one.pass_at_1:.2f} [{one.low:.2f}, {one.high:.2f}]"
 
 
-def _trajectory(one: Trajectory) -> Iterator[str]:
-    reward = "" if one.reward is None else f", reward {one.reward:.2g}"
-    yield f"A trajectory of step {one.step}{reward}:\n"
+def _messages(one: Trajectory) -> Iterator[str]:
     yield "```text"
     lines = [line for part in one.messages for line in _wrapped(part.role, part.text)]
     surplus = len(lines) - MOST_LINES

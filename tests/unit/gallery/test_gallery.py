@@ -110,6 +110,14 @@ def test_other_work_on_the_machine_is_told(facts: Facts) -> None:
     assert "measured on a machine with other work (load 3.25)" in page([busy])
 
 
+def test_demonstrations_have_no_reward_and_were_not_generated(facts: Facts) -> None:
+    curve = facts.curve.model_copy(update={"metric": "train/token_accuracy"})
+    text = page([facts.model_copy(update={"curve": curve})])
+    assert "A demonstration of step 41:\n" in text
+    assert "imitated tokens/s" in text
+    assert "A trajectory of step 41, reward 1:\n" in page([facts])
+
+
 def test_a_picture_has_a_curve_and_is_readable_by_itself(facts: Facts) -> None:
     root = ElementTree.fromstring(picture(facts))
     space = "{http://www.w3.org/2000/svg}"
