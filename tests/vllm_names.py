@@ -23,6 +23,11 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
         "abort_requests": ("request_ids",),
         "shutdown": (),
     },
+    "model_executor/models/registry.py:_ModelRegistry": {
+        "models": (),
+        "register_model": ("model_arch", "model_cls"),
+    },
+    "model_executor/models/registry.py:_LazyRegisteredModel": {"load_model_cls": ()},
     "v1/engine/core.py:EngineCore": {
         "pause_scheduler": ("mode", "clear_cache"),
         "resume_scheduler": (),

@@ -174,9 +174,15 @@ def main() -> None:
     # Ranks without GPUs are forked from this process, and must not answer in its place.
     os.register_at_fork(after_in_child=sock.close)
     os.register_at_fork(after_in_child=gc.enable)
-    provide(Path(arguments[arguments.index("--model") + 1]))
-    from libra_cli.node.rollout.engine import VllmEngine  # vLLM reads its environment when imported
+    model = Path(arguments[arguments.index("--model") + 1])
+    provide(model)
+    # vLLM reads its environment when it is imported.
+    from libra_cli.node.rollout.engine import VllmEngine
+    from libra_cli.node.rollout.model_class import register_classes
 
+    register_classes(model)
+    # Nor is any in what was imported, all of which vLLM looks through five times while it starts.
+    gc.freeze()
     engine = VllmEngine(arguments)
     gc.enable()
     try:
