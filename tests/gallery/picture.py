@@ -12,7 +12,7 @@ from tests.gallery.svg import stacked
 
 WIDTH, HEIGHT = 400, 190
 """Pixels: on a phone the picture is as large as it was drawn."""
-NAMES = {"reward/mean": "reward", "train/token_accuracy": "tokens that are the likeliest"}
+NAMES = {"reward/mean": "reward", "train/token_accuracy": "token accuracy"}
 """What metrics are called in words."""
 
 
