@@ -57,9 +57,15 @@ def run(names: Iterable[str], *, again: bool) -> list[str]:
             continue
         took = round(time.monotonic() - began, 1)
         figures, faults = list(result.figures), list(result.faults)
-        kept.keep(
-            name, Measurement(day=day, machine=at, seconds=took, figures=figures, faults=faults)
+        measured = Measurement(
+            day=day,
+            machine=at,
+            seconds=took,
+            figures=figures,
+            faults=faults,
+            checks=list(result.checks),
         )
+        kept.keep(name, measured)
         draw()
         say(f"{name}: {took:.0f} s, {len(figures)} figures, {len(faults)} kinds of faults")
     return failed

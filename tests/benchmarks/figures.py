@@ -38,6 +38,8 @@ class Measurement(Fact):
     """How long measuring took."""
     figures: list[Figure]
     faults: list[FaultKind]
+    checks: list[str]
+    """What was checked after the faults, in the words of the campaign."""
 
 
 class Measured(Fact):

@@ -45,6 +45,8 @@ def _section(suite: Suite, measured: Measured) -> Iterator[str]:
     )
     if newest.faults:
         yield from _faults(newest.faults)
+        told = "; ".join(newest.checks) or "what was searched for then was not kept"
+        yield f"\nAfterwards: {told}."
     if newest.figures:
         yield "| what | now | before | unit | may differ | |"
         yield "| --- | --- | --- | --- | --- | --- |"

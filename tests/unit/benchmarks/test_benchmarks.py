@@ -23,7 +23,9 @@ LARGEST = 20_000
 
 
 def measured(*figures: Figure, machine: Machine = MACHINE) -> Measurement:
-    return Measurement(day="2026-01-31", machine=machine, seconds=9, figures=[*figures], faults=[])
+    return Measurement(
+        day="2026-01-31", machine=machine, seconds=9, figures=[*figures], faults=[], checks=[]
+    )
 
 
 def shipped() -> list[Measured]:
@@ -102,13 +104,16 @@ def test_what_was_measured_beside_other_work_is_not_compared_with(tmp_path: Path
 def test_recoveries_are_counted_by_kind(tmp_path: Path) -> None:
     told = {"server killed": [20.0, 30.04, None], "reboot": [], "controller killed": [5.0]}
     (tmp_path / "result.json").write_text(json.dumps(told))
-    faults = [*SUITES["chaos"].read("", tmp_path).faults]
+    said = "/runs/chaos-1: {}\n9 bytes a step\ninvariants: hold\nleft on hosts: nothing\n"
+    result = SUITES["chaos"].read(said, tmp_path)
+    faults = [*result.faults]
     assert faults[0] == FaultKind(kind="server killed", seconds=[20.0, 30.0], not_recovered=1)
-    newest = measured().model_copy(update={"faults": faults})
+    newest = measured().model_copy(update={"faults": faults, "checks": [*result.checks]})
     text = page([Measured(suite="chaos", newest=newest)])
     assert "| server killed | 3 | 2 | 25.0 | 30.0 |" in text
     assert "| **all** | 4 | 3 | 20.0 | 30.0 |" in text
     assert "reboot" not in text
+    assert "Afterwards: invariants: hold; left on hosts: nothing." in text
 
 
 def test_rows_of_the_load_are_read_by_their_columns(tmp_path: Path) -> None:
