@@ -8,6 +8,7 @@ show these. The menu is the table of all pages in ``help/start.md``.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -21,7 +22,7 @@ HELP = ROOT / "libra_cli/help"
 CONFIG = ROOT / "templates/site.yml"
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)#\s]+)")
 _ROW = re.compile(r"^\| ([^|]+) \| (.*\]\(\w+\.md\).*) \|$", re.MULTILINE)
-_LANGUAGES = {".py": "python", ".yaml": "yaml", ".md": "", "": ""}
+_LANGUAGES = {".py": "python", ".yaml": "yaml"}
 
 
 def menu() -> Iterator[dict[str, list[str] | str]]:
@@ -50,35 +51,42 @@ def write_site(out: Path) -> None:
             shutil.copy(path, docs)
     for path in (ROOT / "README.md", *sorted(HELP.glob("*.md"))):
         name = "index.md" if path.name == "README.md" else path.name
-        (docs / name).write_text(_with_links(path, docs), encoding="utf-8")
+        _write(path, docs / name, docs)
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8")) | {"nav": list(menu())}
     (out / "mkdocs.yml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
 
 
-def _with_links(page: Path, docs: Path) -> str:
-    """Return a page whose links lead to other pages of the site."""
+def _write(source: Path, page: Path, docs: Path) -> None:
+    """Write a page whose links lead to other pages of the site."""
 
     def found(match: re.Match[str]) -> str:
-        target = (page.parent / match[1]).resolve(strict=True)
+        target = (source.parent / match[1]).resolve(strict=True)
         if target == ROOT / "README.md":
-            return "index.md"
-        if target.is_relative_to(HELP):
-            return str(target.relative_to(HELP))
-        return _shown(target, docs)
+            there = docs / "index.md"
+        elif target.is_relative_to(HELP):
+            there = docs / target.relative_to(HELP)
+        else:
+            there = _shown(target, docs)
+        return os.path.relpath(there, page.parent)
 
-    return _LINK.sub(found, page.read_text(encoding="utf-8"))
+    page.write_text(_LINK.sub(found, source.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def _shown(target: Path, docs: Path) -> str:
-    """Make a page that shows a file of the repository, and return its name."""
+def _shown(target: Path, docs: Path) -> Path:
+    """Return the page that shows a file of the repository, which is made the first time."""
     name = str(target.relative_to(ROOT))
-    page = docs / f"{name}.md" if target.suffix != ".md" else docs / name
+    page = docs / (name if target.suffix == ".md" else f"{name}.md")
+    if page.exists():
+        return page
     page.parent.mkdir(parents=True, exist_ok=True)
-    text = target.read_text(encoding="utf-8")
-    if target.suffix != ".md":
-        text = f"# {name}\n\n````{_LANGUAGES.get(target.suffix, '')}\n{text}````\n"
-    page.write_text(text, encoding="utf-8")
-    return str(page.relative_to(docs))
+    if target.suffix == ".md":
+        page.touch()
+        _write(target, page, docs)
+    else:
+        text = target.read_text(encoding="utf-8")
+        language = _LANGUAGES.get(target.suffix, "")
+        page.write_text(f"# {name}\n\n````{language}\n{text}````\n", encoding="utf-8")
+    return page
 
 
 if __name__ == "__main__":

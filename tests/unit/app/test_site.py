@@ -21,6 +21,6 @@ def test_every_link_leads_to_a_file(tmp_path: Path) -> None:
     docs = tmp_path / "pages/docs"
     config = yaml.safe_load((tmp_path / "pages/mkdocs.yml").read_text())
     assert config["nav"][0] == {"libra": "index.md"}
-    for page in docs.glob("*.md"):
+    for page in docs.rglob("*.md"):
         targets = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", page.read_text())
-        assert [one for one in targets if not (docs / one).is_file()] == [], page.name
+        assert [one for one in targets if not (page.parent / one).is_file()] == [], page.name
