@@ -6,6 +6,7 @@ back and taken again, and the tensors stay what they are: all that refers to the
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -21,6 +22,10 @@ class SleepingCache:
         self._bytes = [storage.nbytes() for storage in storages]
         for storage in storages:
             storage.resize_(0)
+        # What malloc took from among what was freed before, it keeps for the next that asks.
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        if trim is not None:
+            trim(0)
 
     def wake(self) -> None:
         """Take memory again; all numbers are 0 then, as in a new cache.

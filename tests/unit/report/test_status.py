@@ -668,7 +668,7 @@ def test_the_newest_run_is_the_one_that_started_last(tmp_path: Path) -> None:
 def test_no_run_at_all_gives_the_next_thing_to_type(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="there is no run under") as caught:
         newest_run(tmp_path / "nowhere")
-    assert "libra run" in caught.value.hint
+    assert "libra quickstart" in caught.value.hint
 
 
 def test_smoothing_keeps_a_constant_and_leaves_gaps_out() -> None:

@@ -21,6 +21,18 @@ def resident_bytes() -> int:
     return 1024 * int(found[1])
 
 
+def test_memory_is_given_back_that_was_among_what_others_had_freed() -> None:
+    torch.ones(24 * MIB, dtype=torch.int8)  # from now on malloc takes such from its heap
+    pieces = [torch.ones(16 * MIB, dtype=torch.int8) for _ in range(8)]
+    last = pieces.pop()
+    pieces.clear()
+    whole = torch.ones(64 * MIB, dtype=torch.int8)
+    full = resident_bytes()
+    SleepingCache([whole])
+    assert resident_bytes() < full - 60 * MIB
+    assert last.all()
+
+
 def test_memory_is_given_back_and_all_tensors_over_it_are_zero_when_it_is_taken_again() -> None:
     whole = torch.ones(64 * MIB, dtype=torch.int8)
     views = [whole.view(torch.bfloat16).view(2, -1), whole]
