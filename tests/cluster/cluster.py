@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 from typing import Any
 
 from tests.cluster.controller import Controller
@@ -190,7 +190,10 @@ class Cluster:
         self._squatters[host] = squatter
         self._stack.callback(self.release, host)
         assert squatter.stdout is not None
-        if at_once and not select.select([squatter.stdout], [], [], START_S)[0]:
+        with DefaultSelector() as selector:  # select() takes no descriptor above 1,023
+            selector.register(squatter.stdout, EVENT_READ)
+            listens = at_once and bool(selector.select(START_S))
+        if at_once and not listens:
             raise RuntimeError(f"{host.name}: somebody else has port {port}")
 
     def release(self, host: SshHost) -> None:

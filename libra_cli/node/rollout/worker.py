@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from libra_cli.node.rollout import cpu_rotary, cpu_sampler
+from libra_cli.node.rollout import cpu_rotary, cpu_sampler, cpu_tiles
 from libra_cli.node.rollout.cpu_routes import RouteRecorder
 from libra_cli.node.rollout.draft_head import DraftHead, joined
 from libra_cli.node.rollout.held_experts import order_again
@@ -58,9 +58,10 @@ class VersionLoader:
     """What need not be given again, if the last version was an adapter."""
 
     def mend(self) -> None:
-        """Replace functions of vLLM that are wrong on CPUs: ``cpu_sampler``, ``cpu_rotary``."""
+        """Mend what is wrong in vLLM on CPUs: ``cpu_sampler``, ``cpu_rotary``, ``cpu_tiles``."""
         cpu_sampler.mend()
         cpu_rotary.mend()
+        cpu_tiles.allow()
 
     def tell_engine(self) -> str:
         """Return in words what of vLLM's engine runs here, after it has chosen."""
