@@ -29,6 +29,7 @@ that closes are aborted.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -183,6 +184,7 @@ def main() -> None:
     register_classes(model)
     # Nor is any in what was imported, all of which vLLM looks through five times while it starts.
     gc.freeze()
+    atexit.register(gc.unfreeze)  # else nanobind tells of what is left, after an error's own words
     engine = VllmEngine(arguments)
     gc.enable()
     try:
