@@ -1,11 +1,13 @@
 """An MCP server made with the package ``mcp``: a notebook for each session.
 
 ``python -m tests.mcp_server PORT [json]``; with ``json`` it answers without streams of events.
+``python -m tests.mcp_server stdio`` speaks over stdin and stdout.
 """
 
 # mypy: disable-error-code="misc, untyped-decorator"
 from __future__ import annotations
 
+import os
 import sys
 
 from mcp.server.mcpserver import Context, MCPServer
@@ -39,10 +41,13 @@ async def read(context: Context) -> str:
 @server.tool()
 def whoami(context: Context) -> str:
     """Tell the caller's key."""
-    return str(context.headers.get("authorization")) if context.headers else ""
+    return str(context.headers.get("authorization")) if context.headers else os.environ["KEY"]
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "stdio":
+        server.run(transport="stdio")
+        sys.exit()
     server.run(
         transport="streamable-http",
         host="127.0.0.1",

@@ -52,16 +52,31 @@ class TaskSourceSpec(Section):
 
 
 class McpServerSpec(Section):
-    """A server of tools that speaks MCP, the Model Context Protocol, over streamable HTTP."""
+    """A server of tools that speaks MCP, the Model Context Protocol: over streamable HTTP, or over
+    the stdin and stdout of a command."""
 
     on_resume = fixed("the policy was trained with these tools")
 
-    url: Annotated[str, MAY_CHANGE]
+    url: Annotated[str | None, MAY_CHANGE] = None
     """The URL of the server, for example http://127.0.0.1:8000/mcp."""
+    command: Annotated[tuple[str, ...] | None, MAY_CHANGE] = None
+    """Instead of a URL: the program, with its arguments, that is started for each episode, where
+    the environment runs, and ends with it."""
+    env: Annotated[dict[str, str], MAY_CHANGE, only_with("command")] = {}
+    """Variables of the command, beside PATH, HOME and the locale; {NAME} in a value is that one of
+    ``environment.secrets``."""
     name: str = ""
     """If it is given, the model knows the server's tools as NAME_TOOL."""
-    headers: Annotated[dict[str, str], MAY_CHANGE] = {}
+    headers: Annotated[dict[str, str], MAY_CHANGE, only_with("url")] = {}
     """Sent with every request; {NAME} in a value is that one of ``environment.secrets``."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield that it names no server, or two."""
+        if (self.url is None) == (not self.command):
+            yield Problem(
+                ("url", "command"),
+                "a server is reached by its URL or started by a command: give one of the two",
+            )
 
 
 def listed(key: str, kind: type[BaseModel]) -> BeforeValidator:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -20,13 +21,20 @@ pytestmark = pytest.mark.integration
 TASK = {"start": "ab", "hops": 1, "salt": "s"}
 
 
-@pytest.fixture(scope="module", params=["events", "json"])
-def url(request: pytest.FixtureRequest) -> Iterator[str]:
+@pytest.fixture(scope="module", params=["events", "json", "stdio"])
+def place(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    if request.param == "stdio":
+        command = [sys.executable, "-m", "tests.mcp_server", "stdio"]
+        yield {"command": command, "env": {"KEY": "Bearer {KEY}"}}
+        return
     port = free_port()
     server = subprocess.Popen([sys.executable, "-m", "tests.mcp_server", str(port), request.param])
     try:
         _wait(port, server)
-        yield f"http://127.0.0.1:{port}/mcp"
+        yield {
+            "url": f"http://127.0.0.1:{port}/mcp",
+            "headers": {"Authorization": "Bearer {KEY}"},
+        }
     finally:
         server.terminate()
         server.wait(10)
@@ -42,15 +50,15 @@ def _wait(port: int, server: subprocess.Popen[bytes]) -> None:
     raise AssertionError("the MCP server did not start")
 
 
-def environment(url: str) -> WithMcpTools:
-    headers = {"Authorization": "Bearer {KEY}"}
-    servers = [{"url": url, "headers": headers}]
-    return WithMcpTools("pointer-chase", {"failure_rate": 0}, servers, secrets={"KEY": "k"})
+def environment(place: dict[str, Any]) -> WithMcpTools:
+    return WithMcpTools("pointer-chase", {"failure_rate": 0}, [place], secrets={"KEY": "k"})
 
 
-def test_an_oracle_gets_full_marks_with_its_help_and_doing_nothing_none(url: str) -> None:
+def test_an_oracle_gets_full_marks_with_its_help_and_doing_nothing_none(
+    place: dict[str, Any],
+) -> None:
     async def play() -> None:
-        oracle, idler = environment(url), environment(url)
+        oracle, idler = environment(place), environment(place)
         await oracle.reset(TASK, 0)
         await idler.reset(TASK, 0)
         names = [one["function"]["name"] for one in oracle.tools]
@@ -67,9 +75,11 @@ def test_an_oracle_gets_full_marks_with_its_help_and_doing_nothing_none(url: str
     asyncio.run(play())
 
 
-def test_its_schemas_check_calls_and_its_errors_are_read_by_the_model(url: str) -> None:
+def test_its_schemas_check_calls_and_its_errors_are_read_by_the_model(
+    place: dict[str, Any],
+) -> None:
     async def play() -> None:
-        both = environment(url)
+        both = environment(place)
         await both.reset(TASK, 0)
         assert objection(ToolCall("write", {"times": 2}), both.tools) == "write needs note"
         with pytest.raises(ToolFailed, match="times must be positive"):

@@ -1,6 +1,7 @@
 """Gives any environment the tools of MCP servers, beside its own.
 
-The recipe names the servers; ``{NAME}`` in a header is the secret of that name::
+The recipe names the servers; ``{NAME}`` in a header, or in a
+variable of a command, is the secret of that name::
 
     environment:
       name: my_package.research:Research
@@ -8,6 +9,7 @@ The recipe names the servers; ``{NAME}`` in a header is the secret of that name:
       mcp:
         - http://127.0.0.1:8000/mcp
         - {url: https://search.example/mcp, name: web, headers: {Authorization: "Bearer {SEARCH}"}}
+        - {command: [uvx, mcp-server-git], name: git, env: {TOKEN: "{SEARCH}"}}
 
 The tools are listed at every reset, in a session of the episode's own, and keep their schemas. With
 ``name: web`` they are called ``web_...``. A tool that says that it failed is an error that the
@@ -20,6 +22,7 @@ import asyncio
 import contextlib
 import inspect
 import re
+import shlex
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +30,9 @@ from typing import Any
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs import registry
-from libra_cli.envs.adapters.mcp_client import McpSession
+from libra_cli.envs.adapters.mcp_client import McpSession, McpTransport
+from libra_cli.envs.adapters.mcp_http import HttpTransport
+from libra_cli.envs.adapters.mcp_stdio import StdioTransport
 from libra_cli.envs.protocol import Message, Task, ToolCall, ToolSchema
 
 _SECRET = re.compile(r"\{(\w+)\}")
@@ -37,10 +42,25 @@ _SECRET = re.compile(r"\{(\w+)\}")
 class McpServer:
     """A server of tools. ``name`` begins the names of its tools, if it is given."""
 
-    url: str
+    url: str | None = None
+    """Where it is; None: it is started by ``command``."""
     name: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Headers as the recipe has them; a secret's name in braces stands for the secret."""
+    command: Sequence[str] | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the command, with secrets as headers have them."""
+
+    @property
+    def place(self) -> str:
+        """Return its URL or its command, as errors name it."""
+        return self.url if self.url is not None else shlex.join(self.command or ())
+
+    def transport(self) -> McpTransport:
+        """Return what carries the messages of one session."""
+        if self.url is not None:
+            return HttpTransport(self.url, self.headers)
+        return StdioTransport(self.command or (), self.env)
 
 
 class WithMcpTools:
@@ -50,7 +70,8 @@ class WithMcpTools:
     environment's, which gets the ``secrets`` and the ``run_directory`` if it takes them.
 
     Raises:
-        EnvironmentBroken: it cannot be made, or a header names a secret that there is not.
+        EnvironmentBroken: it cannot be made, or a header or a variable names a secret that
+            there is not.
     """
 
     def __init__(
@@ -104,7 +125,7 @@ class WithMcpTools:
 
     async def _opened(self, reset: Any) -> list[Message]:
         messages: list[Message] = await reset if inspect.isawaitable(reset) else reset
-        self._sessions = [McpSession(one.url, one.headers) for one in self._servers]
+        self._sessions = [McpSession(one.transport()) for one in self._servers]
         await asyncio.gather(*(one.open() for one in self._sessions))
         listed = await asyncio.gather(*(one.tools() for one in self._sessions))
         for server, session, tools in zip(self._servers, self._sessions, listed, strict=True):
@@ -117,8 +138,8 @@ class WithMcpTools:
         shown = f"{server.name}_{name}" if server.name else name
         if any(one["function"]["name"] == shown for one in self.tools):
             raise EnvironmentBroken(
-                f"two tools are called {shown!r}; one is the MCP server's {server.url}",
-                hint=f"environment.mcp: [{{url: {server.url}, name: NAME}}] calls it NAME_{name}",
+                f"two tools are called {shown!r}; one is the MCP server's {server.place}",
+                hint=f"a `name: NAME` beside it in environment.mcp calls it NAME_{name}",
             )
         self._places[shown] = (session, name)
         self._tools.append({**tool, "function": {**tool["function"], "name": shown}})
@@ -143,11 +164,12 @@ def _with_secrets(server: McpServer, secrets: Mapping[str, str]) -> McpServer:
         if name[1] in secrets:
             return secrets[name[1]]
         raise EnvironmentBroken(
-            f"environment.mcp: a header of {server.url} names {name[1]}, which is not in "
-            "environment.secrets",
+            f"environment.mcp: {server.place} names {name[1]}, which is not in environment.secrets",
             hint=f'environment: {{secrets: {{{name[1]}: "${{{name[1]}}}"}}}}, '
             f"and export {name[1]}=...",
         )
 
-    headers = {key: _SECRET.sub(secret, value) for key, value in server.headers.items()}
-    return replace(server, headers=headers)
+    def filled(texts: Mapping[str, str]) -> dict[str, str]:
+        return {key: _SECRET.sub(secret, value) for key, value in texts.items()}
+
+    return replace(server, headers=filled(server.headers), env=filled(server.env))

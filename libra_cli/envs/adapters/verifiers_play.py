@@ -25,6 +25,7 @@ from verifiers.v1.runtimes import ProgramResult
 from verifiers.v1.utils.loaders import taskset_config_type
 
 from libra_cli.envs.adapters.mcp_client import McpSession
+from libra_cli.envs.adapters.mcp_http import HttpTransport
 from libra_cli.envs.protocol import ToolFailed
 
 Json = dict[str, Any]
@@ -80,7 +81,7 @@ class _Tools:
     async def open(self, urls: Mapping[str, str], stack: AsyncExitStack) -> None:
         """Begin a session with each server, and list its tools."""
         for server, url in urls.items():
-            session = McpSession(url, {})
+            session = McpSession(HttpTransport(url, {}))
             stack.push_async_callback(session.close)
             await session.open()
             for tool in await session.tools():

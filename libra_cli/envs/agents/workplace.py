@@ -71,8 +71,7 @@ class Workplace:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _environment(self, job: CommandJob, home: Path, work: Path) -> dict[str, str]:
-        passed = {name: value for name, value in os.environ.items() if _may_see(name)}
-        return passed | {
+        return inherited() | {
             "HOME": str(work),
             "OPENAI_BASE_URL": f"{job.root_url}/v1",
             "OPENAI_API_BASE": f"{job.root_url}/v1",
@@ -118,6 +117,11 @@ class StoppableJob:
             self._killed = True
             if self._command is not None:
                 self._command.kill()
+
+
+def inherited() -> dict[str, str]:
+    """Return what a command of others may see of this process's environment variables."""
+    return {name: value for name, value in os.environ.items() if _may_see(name)}
 
 
 def _may_see(name: str) -> bool:

@@ -14,6 +14,7 @@ from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.adapters.mcp import WithMcpTools
 from libra_cli.envs.adapters.mcp_client import McpSession
+from libra_cli.envs.adapters.mcp_http import HttpTransport
 from libra_cli.envs.protocol import (
     Environment,
     Message,
@@ -69,7 +70,7 @@ def play(story: Callable[[], Awaitable[None]]) -> None:
 @asynccontextmanager
 async def opened(server: FakeMcp, **headers: str) -> AsyncIterator[McpSession]:
     async with served(server) as (url,):
-        session = McpSession(url, headers)
+        session = McpSession(HttpTransport(url, headers))
         try:
             await session.open()
             yield session
@@ -144,7 +145,7 @@ def test_a_server_that_fails_breaks_the_environment() -> None:
 
 def test_a_url_without_a_server_is_told_with_what_to_do() -> None:
     async def story() -> None:
-        session = McpSession("http://127.0.0.1:9/mcp", {})
+        session = McpSession(HttpTransport("http://127.0.0.1:9/mcp", {}))
         try:
             with pytest.raises(EnvironmentBroken, match="Connect call failed") as error:
                 await session.open()
