@@ -88,6 +88,7 @@ def test_commands_play_on_hosts_and_a_host_that_is_lost_costs_its_own(
     )
 
     failures: list[str] = []
+    places: list[Path] = []
 
     async def four(episodes: AgentEpisodes, cut: Cut, first: int) -> list[float]:
         machines = [FakeMachine(episodes, renderer, 100) for _ in range(4)]
@@ -114,6 +115,8 @@ def test_commands_play_on_hosts_and_a_host_that_is_lost_costs_its_own(
             try:
                 assert await episodes.check(seed=0) > 0
                 assert await four(episodes, Cut(lambda: None), 0) == [1.0, 1.0, 2.0, 2.0], failures
+                places.extend(Path(host.tmp_dir) for host in (one, two))
+                assert all(list(place.glob("libra-agents-*")) for place in places)
                 cut = Cut(lambda: net.cut(net.hosts[0]))
                 assert await four(episodes, cut, 4) == [0.0, 0.0, 2.0, 2.0], failures
                 net.heal(net.hosts[0])
@@ -123,6 +126,7 @@ def test_commands_play_on_hosts_and_a_host_that_is_lost_costs_its_own(
 
     asyncio.run(asyncio.wait_for(scene(), DEADLINE_S))
     assert not [pid for pid in marked(run_id) if b"agent.py" in command_line(pid)]
+    assert not [place for place in places if place.exists()]
 
 
 def command_line(pid: int) -> bytes:

@@ -445,14 +445,16 @@ class Cluster:
     async def open_stream(self, node: str, process: str, module: str) -> ByteStream:
         """Run a module of ours for as long as the stream to it is open.
 
-        It has the marks of the run, so that the host's agent ends it with the run in any case.
+        It has the marks of the run, so that the host's agent ends it with the run in any case, and
+        its temporary files are among those of the run, which go with it even if it is killed.
 
         Raises:
             HostError: the host cannot be reached.
         """
         host, (spec,) = self.hosts[node], [one for one in self._recipe.nodes if one.name == node]
         marks = {"LIBRA_RUN": self.run_id, "LIBRA_NODE": node, "LIBRA_PROCESS": process}
-        return await host.transport.open_stream(host.module_argv(module, {**spec.env, **marks}))
+        env = {"TMPDIR": host.tmp_dir, **spec.env, **marks}
+        return await host.transport.open_stream(host.module_argv(module, env))
 
     # -- what hosts report ----------------------------------------------------------------------
 
