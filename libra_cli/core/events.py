@@ -200,6 +200,8 @@ class EpisodeStarted:
     prompt_ids: array[int]
     environment: str = ""
     """The name of the environment, in a run that has several; else empty."""
+    role: str = ""
+    """The role of the environment that speaks first; empty if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +233,10 @@ class EpisodeAdvanced:
     branch: BranchPoint | None = None
     turn_reward: float = 0.0
     """The turn's own reward, of an episode that goes on; it is a part of the final reward."""
+    role: str = ""
+    """The role that speaks next, of an environment with roles, in an episode that goes on."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What roles that have spoken have earned since the event before, by role."""
 
 
 @dataclass(frozen=True, slots=True)

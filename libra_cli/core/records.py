@@ -266,6 +266,8 @@ class TrajectoryRecord:
     """The tokens of each branch on their way to the file, the branch it ended in last."""
     truncated: bool = False
     """Whether a limit of turns or tokens cut it (``core.sampling.overlong``)."""
+    roles_json: str = "[]"
+    """The role of each branch, in the order of ``tokens``; empty if its environment has none."""
 
     @property
     def metrics(self) -> dict[str, float | None]:

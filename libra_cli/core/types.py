@@ -238,13 +238,15 @@ class TurnReward(NamedTuple):
     reward: float = 0.0
     anchor: int = 0
     """A digest of what the model was shown before the turn: the prompt, or the last observation."""
+    role: str = ""
+    """The role of the environment that took the turn; empty if it has none."""
 
 
 class Outcome(NamedTuple):
     """The rewards and lengths of an ended trajectory, from which alone advantages are estimated."""
 
     reward: float
-    """Reward of the episode: the sum of those of its turns."""
+    """Reward of the episode: the sum of those of its turns; with roles the mean over the roles."""
     generated: Tokens = 0
     turns: tuple[TurnReward, ...] = ()
 
@@ -312,6 +314,8 @@ class Branch:
     teacher: array[float] = field(default_factory=lambda: array("f"))
     routes: ChosenExperts | None = None
     """The experts chosen for its first tokens, where training follows them; else None."""
+    role: str = ""
+    """The role of the environment whose conversation it is; empty if it has none."""
 
     def behind(self, held: Version) -> Iterator[tuple[int, int, int]]:
         """Return (versions behind ``held``, start, end) for the generated tokens ``[start, end)``.

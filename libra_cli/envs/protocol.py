@@ -50,6 +50,17 @@ process. What follows is optional:
     a parameter ``run_directory`` of the factory: gets the path of the run's directory, in which
                                   the environment may keep files; None outside a run
 
+**Several roles.** An environment with ``roles``, a sequence of names, is played by several
+speakers, one at a time. Each has a conversation of its own, and reads nothing else:
+
+    reset(task, seed)    returns a NextTurn: which role speaks first, and the messages that it reads
+    step, reply          may return a NextTurn: which role speaks next, and what it reads then, all
+                         that it has not read yet; anything else is for the role that has spoken
+    tools                may be a mapping from roles to lists; a list is for all of them
+    score(answer, ...)   returns a mapping from roles to rewards, and gets as ``conversation`` a
+                         mapping from roles to their messages; ``answer`` is the last turn's
+    reply                is what a turn without a tool call comes to; without it that turn is last
+
 Rewards on the way (of StepResult, Reply and Finished) are added to the score, and kept by turn for
 estimators that weigh turns (``libra help advantages``). ``tools`` may change:
 it is read again after each ``step`` and ``reply``, and calls are checked against the new list; the
@@ -116,6 +127,23 @@ class Reply:
     """Messages of the roles ``user`` and ``system``."""
     reward: float = 0.0
     done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """Which role of an environment with ``roles`` speaks next, and what it reads then."""
+
+    role: str = ""
+    """A name of ``roles``; it says nothing if ``done``."""
+    messages: Sequence[Message] = ()
+    """All that the role has not read yet, without images. Before its first turn they may be of any
+    kind, with a system prompt of its own; later of ``user`` and ``system``."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What roles have earned since the turn before, by name."""
+    done: bool = False
+    """The episode is over: it is scored, and nobody reads the messages."""
+    text: str = ""
+    """What the tool says, of ``step``: the role that called it reads it when it speaks again."""
 
 
 class ToolFailed(Exception):

@@ -12,11 +12,11 @@ or as a TypeError or ValueError that says in words what is wrong; the trajectory
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from libra_cli.envs.png import size_of
-from libra_cli.envs.protocol import Message, Reply, StepResult, ToolCall, ToolSchema
+from libra_cli.envs.protocol import Message, NextTurn, Reply, StepResult, ToolCall, ToolSchema
 
 LONGEST_OBSERVATION = 100_000
 """Characters of one tool's text that the model is shown; encoding more would delay all episodes."""
@@ -28,6 +28,8 @@ MOST_METRICS = 64
 """Names that ``metrics`` may return; each is a column of every monitor."""
 LONGEST_NAME = 100
 """Characters of a metric's name, at most."""
+MOST_ROLES = 32
+"""Names that ``roles`` may have; each is a conversation that servers keep in their caches."""
 _ROLES = ("system", "user", "assistant", "tool")
 _SPOKEN = ("user", "system")
 
@@ -67,10 +69,14 @@ def reply(returned: object) -> Reply | None:
     if done and not one.messages:
         return Reply((), reward(one.reward), done=True)
     found = messages(one.messages)
+    _check_spoken(found)
+    return Reply(found, reward(one.reward), done)
+
+
+def _check_spoken(found: Sequence[Message]) -> None:
     for message in found:
         if message["role"] not in _SPOKEN:
             raise TypeError(f"a reply is of role user or system, not {message['role']!r}")
-    return Reply(found, reward(one.reward), done)
 
 
 def messages(returned: object) -> list[Message]:
@@ -122,6 +128,63 @@ def _images(given: object) -> tuple[bytes, ...]:
         if len(one) > LARGEST_IMAGE:
             raise ValueError(f"an image has {len(one):,} bytes, over {LARGEST_IMAGE:,}")
     return tuple(given)
+
+
+def roles(returned: object) -> tuple[str, ...]:
+    """The names of ``roles``; none of an environment with one conversation.
+
+    Raises:
+        TypeError: they are not a sequence of printable words.
+        ValueError: one is there twice, or there are too many.
+    """
+    if not isinstance(returned, Sequence) or isinstance(returned, str | bytes):
+        raise TypeError(f"roles are a list of names, not {_excerpt(returned)}")
+    names = tuple(_name(one) for one in returned)
+    if len(names) > MOST_ROLES or len(set(names)) < len(names):
+        raise ValueError(f"roles are at most {MOST_ROLES} different names, not {_excerpt(names)}")
+    return names
+
+
+def turn(returned: object, roles: Sequence[str], *, begun: Iterable[str] = ()) -> NextTurn:
+    """A NextTurn of an environment with these roles, of which ``begun`` have spoken.
+
+    Raises:
+        TypeError: it is no NextTurn, or its messages are of a role that may not speak then.
+        ValueError: it names a role that there is not, or is too long, or a reward is not finite.
+    """
+    if not isinstance(returned, NextTurn):
+        raise TypeError(
+            f"it returned {type(returned).__name__}, not a NextTurn, though it has roles "
+            f"{', '.join(roles)}"
+        )
+    unknown = {*returned.rewards, *([] if returned.done else [returned.role])} - {*roles}
+    if unknown:
+        known = ", ".join(roles) or "none"
+        raise ValueError(f"NextTurn names the role {_excerpt(min(unknown))}; roles are {known}")
+    if not isinstance(returned.text, str):
+        raise TypeError(f"NextTurn.text is {type(returned.text).__name__}, not str")
+    found = [] if returned.done else messages(returned.messages)
+    if any("images" in one for one in found):
+        raise TypeError("the messages of a NextTurn have no images")
+    if returned.role in begun:
+        _check_spoken(found)
+    earned = {role: reward(value) for role, value in returned.rewards.items()}
+    text = whole_text(returned.text)
+    role = "" if returned.done else whole_text(returned.role)
+    return NextTurn(role, found, earned, bool(returned.done), text)
+
+
+def rewards(returned: object, roles: Sequence[str]) -> dict[str, float]:
+    """What ``score`` returned: the reward of each role.
+
+    Raises:
+        TypeError: it is no mapping from all roles to numbers.
+        ValueError: a reward is not finite.
+    """
+    if not isinstance(returned, Mapping) or {*returned} != {*roles}:
+        wanted = ", ".join(f"{role!r}: ..." for role in roles)
+        raise TypeError(f"score returns the rewards {{{wanted}}}, not {_excerpt(returned)}")
+    return {role: reward(returned[role]) for role in roles}
 
 
 def tools(returned: object) -> list[ToolSchema]:

@@ -11,7 +11,9 @@ import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from statistics import fmean
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs import returns
@@ -19,6 +21,7 @@ from libra_cli.envs.protocol import (
     Environment,
     Finished,
     Message,
+    NextTurn,
     Reply,
     StepResult,
     Task,
@@ -30,6 +33,8 @@ from libra_cli.envs.protocol import (
 _LONGEST_REASON = 2_000
 """Characters of an error that are kept: it is saved with every attempt that it ended."""
 T = TypeVar("T")
+Conversation: TypeAlias = Sequence[Message] | Mapping[str, Sequence[Message]]
+"""All messages of an episode; with roles those of each, by its name."""
 
 
 class Raised(Exception):
@@ -61,6 +66,10 @@ class Opening:
     """Whether the environment has ``reply``, so that a turn without a tool call may go on."""
     task: Task
     """The task of the episode: the given one, or the one that the environment made."""
+    roles: Sequence[str] = ()
+    """The names of its roles; empty of an environment with one conversation."""
+    role: str = ""
+    """The role that speaks first, and to which messages and tools belong; empty without roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +90,12 @@ class ToolAnswer:
     """The new list of tools; None if it has not changed."""
     images: Sequence[bytes] = ()
     """PNG files that the model sees before the text."""
+    role: str = ""
+    """The role that speaks next, if the turn was passed on; empty: the one that called."""
+    messages: list[Message] = field(default_factory=list)
+    """What that role reads."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What roles have earned, by name, besides ``reward`` of the one that called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,11 @@ class Answered:
     reward: float = 0.0
     done: bool = True
     tools: list[ToolSchema] | None = None
+    """The list of tools of whoever speaks next; None if it has not changed."""
+    role: str = ""
+    """The role that reads the messages and speaks next; empty: the one that has spoken."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What roles have earned, by name, besides ``reward`` of the one that has spoken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +118,10 @@ class Scored:
     """The score, without the rewards on the way, and the named numbers."""
 
     reward: float
+    """The reward of the episode; with roles the mean of theirs."""
     metrics: Mapping[str, float]
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """The rewards of all roles, by name; empty without roles."""
 
 
 class EnvironmentSession:
@@ -109,7 +132,10 @@ class EnvironmentSession:
         self._make = make
         self._run = run
         self._environment: Any = None
-        self._tools: list[ToolSchema] = []
+        self._roles: tuple[str, ...] = ()
+        self._role = ""
+        self._tools: dict[str, list[ToolSchema]] = {}
+        """The tools of each role that has spoken, as it knows them."""
         self._seconds = 0.0
 
     async def reset(self, task: Task | None, index: int, task_seed: int, seed: int) -> Opening:
@@ -122,9 +148,21 @@ class EnvironmentSession:
         if task is None:
             task = await self._checked("task", environment.task, index, task_seed)
         raw = await self._checked("reset", environment.reset, task, seed)
-        messages = self._checks("reset", returns.messages, raw)
-        await self._read_tools()
-        return Opening(messages, self._tools, hasattr(environment, "reply"), task)
+        self._roles = self._checks("roles", returns.roles, getattr(environment, "roles", ()))
+        messages = self._checks("reset", self._first, raw)
+        tools = await self._new_tools() or []
+        replies = hasattr(environment, "reply")
+        return Opening(messages, tools, replies, task, self._roles, self._role)
+
+    def _first(self, raw: object) -> list[Message]:
+        """Return the messages that the episode begins with; the role that reads them speaks."""
+        if not self._roles:
+            return returns.messages(raw)
+        turn = returns.turn(raw, self._roles)
+        if turn.done:
+            raise ValueError("it ended the episode before it began")
+        self._role = turn.role
+        return list(turn.messages)
 
     async def step(self, call: ToolCall) -> ToolAnswer:
         """Run one tool call.
@@ -142,7 +180,11 @@ class EnvironmentSession:
                 raw, failed = _words(raised.error), True
             else:
                 raise self._broke(where, raised) from raised.error
+        if isinstance(raw, NextTurn):
+            return await self._passed_on(where, raw)
         result = self._checks(where, returns.step_result, raw)
+        if self._roles and result.images:
+            raise self._broke(where, "it shows images, and an environment with roles shows none")
         return ToolAnswer(
             returns.shortened(result.text),
             len(result.text),
@@ -153,6 +195,27 @@ class EnvironmentSession:
             None if result.done else await self._new_tools(),
             result.images,
         )
+
+    async def _passed_on(self, where: str, raw: NextTurn) -> ToolAnswer:
+        """What a tool says that passes the turn on."""
+        seconds, turn = self._seconds, self._checks(where, self._next, raw)
+        return ToolAnswer(
+            returns.shortened(turn.text),
+            len(turn.text),
+            done=turn.done,
+            seconds=seconds,
+            tools=None if turn.done else await self._new_tools(),
+            role=turn.role,
+            messages=list(turn.messages),
+            rewards=turn.rewards,
+        )
+
+    def _next(self, raw: object) -> NextTurn:
+        """Let the role speak that a NextTurn names."""
+        turn = returns.turn(raw, self._roles, begun=self._tools)
+        if not turn.done:
+            self._role = turn.role
+        return turn
 
     async def reply(self, text: str) -> Answered:
         """Let the user answer.
@@ -166,27 +229,36 @@ class EnvironmentSession:
             if not isinstance(raised.error, Finished):
                 raise self._broke("reply", raised) from raised.error
             raw = _last_words(raised.error)
+        if isinstance(raw, NextTurn):
+            turn = self._checks("reply", self._next, raw)
+            tools = None if turn.done else await self._new_tools()
+            return Answered(list(turn.messages), 0.0, turn.done, tools, turn.role, turn.rewards)
         said = self._checks("reply", returns.reply, raw)
         if said is None:
             return Answered()
         tools = None if said.done else await self._new_tools()
         return Answered(list(said.messages), said.reward, said.done, tools)
 
-    async def score(self, answer: str, conversation: Sequence[Message]) -> Scored:
+    async def score(self, answer: str, conversation: Conversation) -> Scored:
         """Score the episode, and read its metrics.
 
         Raises:
             EnvironmentBroken: there is no finite score.
         """
         score = self._environment.score
-        arguments = (answer, list(conversation)) if _takes_conversation(score) else (answer,)
+        arguments = (answer, conversation) if _takes_conversation(score) else (answer,)
         raw = await self._checked("score", score, *arguments)
-        reward = self._checks("score", returns.reward, raw)
+        rewards: dict[str, float] = {}
+        if self._roles:
+            rewards = self._checks("score", partial(returns.rewards, roles=self._roles), raw)
+            reward = fmean(rewards.values())
+        else:
+            reward = self._checks("score", returns.reward, raw)
         metrics = getattr(self._environment, "metrics", None)
         if not callable(metrics):
-            return Scored(reward, {})
+            return Scored(reward, {}, rewards)
         named = await self._checked("metrics", metrics)
-        return Scored(reward, self._checks("metrics", returns.metrics, named))
+        return Scored(reward, self._checks("metrics", returns.metrics, named), rewards)
 
     @property
     def close_member(self) -> Callable[[], Any] | None:
@@ -221,17 +293,20 @@ class EnvironmentSession:
             raise self._broke(where, _words(error)) from error
 
     async def _new_tools(self) -> list[ToolSchema] | None:
-        before = self._tools
-        await self._read_tools()
-        return None if self._tools == before else self._tools
+        """The tools of whoever speaks next, if it does not know them."""
+        before, now = self._tools.get(self._role), await self._read_tools()
+        self._tools[self._role] = now
+        return None if now == before else now
 
-    async def _read_tools(self) -> None:
+    async def _read_tools(self) -> list[ToolSchema]:
         # A property runs code of the environment; anything else is only looked at.
         if isinstance(inspect.getattr_static(self._environment, "tools", None), property):
             raw = await self._checked("tools", lambda: self._environment.tools)
         else:
             raw = self._environment.tools
-        self._tools = self._checks("tools", returns.tools, raw)
+        if self._roles and isinstance(raw, Mapping):
+            raw = raw.get(self._role, ())
+        return self._checks("tools", returns.tools, raw)
 
     def _broke(self, where: str, why: object) -> EnvironmentBroken:
         return EnvironmentBroken(f"environment {self._name!r} broke in {where}: {why}")

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from libra_cli.config.algorithms import ADVANTAGES, LOSSES, controller_of
+from libra_cli.config.errors import PluginError
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.advantages.estimates import Advantages, checked
-from libra_cli.core.advantages.protocol import ComparedGroup
+from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
+from libra_cli.core.advantages.roles import estimated_by_role, roles_of
 from libra_cli.core.algorithms.base import Advantage, Objective
 from libra_cli.core.algorithms.replay import ReplayBuffer
 from libra_cli.core.rollout.groups import Group
@@ -36,9 +38,8 @@ class Algorithm:
         Raises:
             PluginError: what the estimator returned is not what ``core.advantages.protocol`` asks.
         """
-        training = self.recipe.training
         compared = [group.compared for group in groups]
-        return checked(groups, self.advantage.estimate(compared, training), training.advantage)
+        return checked(groups, self._estimate(compared), self.recipe.training.advantage)
 
     def has_signal(self, group: ComparedGroup) -> bool:
         """Whether a group in which all rewards are the same has an advantage that is not 0: only
@@ -46,7 +47,18 @@ class Algorithm:
         training = self.recipe.training
         if not training.needs.turns:
             return False
-        return any(map(any, self.advantage.estimate([group], training)[0]))
+        return any(map(any, self._estimate([group])[0]))
+
+    def _estimate(self, groups: Sequence[ComparedGroup]) -> Estimate:
+        training = self.recipe.training
+        if training.needs.critic and any(map(roles_of, groups)):
+            raise PluginError(
+                f"training.advantage: {training.advantage} estimates no advantages by role, and "
+                "the environment has several roles",
+                hint="training: {advantage: grpo}, or any other without a critic "
+                "(libra help players)",
+            )
+        return estimated_by_role(self.advantage.estimate, groups, training)
 
     def replay_buffer(self) -> ReplayBuffer | None:
         """Return the buffer of groups that are kept to be trained again; None: no group is."""

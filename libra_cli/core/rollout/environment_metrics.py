@@ -22,8 +22,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
+from libra_cli.core.advantages.protocol import ComparedGroup
+from libra_cli.core.advantages.roles import by_role
 from libra_cli.core.sampling.dynamic import has_signal
-from libra_cli.core.types import GroupId, Trajectory
+from libra_cli.core.types import GroupId, Outcome, Trajectory
 
 
 def environment_metrics(members: Sequence[Trajectory]) -> dict[str, float]:
@@ -52,10 +54,14 @@ def _of_several(played: Sequence[Trajectory], all_members: int) -> dict[str, flo
 
 
 def _without_signal(played: Sequence[Trajectory]) -> float:
-    rewards: dict[GroupId, list[float]] = {}
+    groups: dict[GroupId, list[Outcome]] = {}
     for member in played:
-        rewards.setdefault(member.id.group, []).append(member.reward or 0.0)
-    return fmean(not has_signal(group) for group in rewards.values())
+        groups.setdefault(member.id.group, []).append(member.outcome)
+    parts = (by_role(ComparedGroup(tuple(members))) for members in groups.values())
+    return fmean(
+        not any(has_signal([one.reward for one in part.members]) for part in of_group)
+        for of_group in parts
+    )
 
 
 def _means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -73,6 +73,7 @@ def trajectory_record(
         metrics_json=to_metrics_json(trajectory.metrics),
         tokens=_tokens(trajectory) if ended else (),
         truncated=trajectory.truncated,
+        roles_json=_roles_json(trajectory) if ended and trajectory.role else "[]",
     )
 
 
@@ -83,6 +84,11 @@ def _branches_json(trajectory: Trajectory) -> str:
             for number, branch in sorted(trajectory.others.items())
         ]
     )
+
+
+def _roles_json(trajectory: Trajectory) -> str:
+    others = [branch.role for _, branch in sorted(trajectory.others.items())]
+    return dumps([*others, trajectory.role])
 
 
 def credit_record(

@@ -78,6 +78,7 @@ from libra_cli.core.rollout.turns import (
     digest_of,
     earned,
     earned_at_last,
+    earned_by_roles,
     extend_masked,
     go_on_at,
     joined,
@@ -330,7 +331,7 @@ class Trajectories:
         active = self.active.get(event.trajectory)
         if active is None or active.stage is not Stage.RESETTING:
             return []
-        active.trajectory.environment = event.environment
+        active.trajectory.environment, active.trajectory.role = event.environment, event.role
         active.trajectory.token_ids.extend(event.prompt_ids)
         active.prompt = prompt = len(event.prompt_ids)
         active.shown = digest_of(event.prompt_ids)
@@ -373,8 +374,12 @@ class Trajectories:
         if event.done:
             assert event.reward is not None, f"{event.trajectory} is done without a reward"
             active.trajectory.metrics = event.metrics
+            earned_by_roles(active.trajectory, event.rewards)
             return [*self._save_turn(active), *self._played(active, event.reward, now)]
-        earned(active.trajectory, event.turn_reward)
+        if event.role:
+            earned_by_roles(active.trajectory, event.rewards)
+        else:
+            earned(active.trajectory, event.turn_reward)
         active.shown = digest_of(event.observation_ids)
         trajectory, observed = active.trajectory, len(event.observation_ids)
         context = (event.branch.kept if event.branch else len(trajectory.token_ids)) + observed
@@ -385,6 +390,7 @@ class Trajectories:
             self._context_tokens -= len(trajectory.token_ids)
             go_on_at(trajectory, event.branch)
             self._context_tokens += len(trajectory.token_ids)
+            trajectory.role = event.role
         trajectory.token_ids.extend(event.observation_ids)
         self._context_tokens += observed
         extend_masked(trajectory, observed)
@@ -417,8 +423,12 @@ class Trajectories:
         )
         if self._estimator is not None:
             self._estimator.finished(trajectory.id, generated=trajectory.generated)
-        reward -= self._limits.penalty_of(len(trajectory.token_ids))
-        earned_at_last(trajectory, reward)
+        penalty = self._limits.penalty_of(len(trajectory.token_ids))
+        reward -= penalty
+        if trajectory.role:
+            earned_by_roles(trajectory, {trajectory.role: -penalty})
+        else:
+            earned_at_last(trajectory, reward)
         active.reward = reward
         if self.teacher is None or not taught_branches(trajectory):
             return self._end(active, now)

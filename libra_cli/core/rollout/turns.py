@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from hashlib import blake2b
 
@@ -67,7 +68,8 @@ def add_turn(trajectory: Trajectory, said: Tokens, anchor: int) -> None:
     """Count the trajectory's last ``said`` tokens as a turn, with a reward of 0 so far."""
     end = len(trajectory.token_ids)
     trajectory.turns += 1
-    trajectory.turn_rewards.append(TurnReward(trajectory.number, end - said, end, anchor=anchor))
+    turn = TurnReward(trajectory.number, end - said, end, anchor=anchor, role=trajectory.role)
+    trajectory.turn_rewards.append(turn)
 
 
 def earned(trajectory: Trajectory, reward: float) -> None:
@@ -79,6 +81,14 @@ def earned_at_last(trajectory: Trajectory, reward: float) -> None:
     """Give the last turn what its other turns have not earned of the episode's reward."""
     before = sum(turn.reward for turn in trajectory.turn_rewards[:-1])
     earned(trajectory, reward - before)
+
+
+def earned_by_roles(trajectory: Trajectory, rewards: Mapping[str, float]) -> None:
+    """Add to the last turn of each role what that role has earned."""
+    last = {turn.role: place for place, turn in enumerate(trajectory.turn_rewards)}
+    for role, reward in rewards.items():
+        turn = trajectory.turn_rewards[last[role]]
+        trajectory.turn_rewards[last[role]] = turn._replace(reward=turn.reward + reward)
 
 
 def digest_of(tokens: array[int]) -> int:

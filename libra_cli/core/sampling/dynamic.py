@@ -1,7 +1,8 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups without signal are not trained.
 
 Where all members of a group have the same reward every advantage is 0, and so is the gradient; not
-so with an estimator that weighs turns, where they have earned it at different ones. A group without
+so with an estimator that weighs turns, where they have earned it at different ones. Rewards of
+roles are compared role by role, as advantages are. A group without
 signal is *filtered*: it leaves its place of the batch, which the next prompt of the stream takes. A
 run in which no group has signal would play for ever: after so many filtered groups since the last
 batch, groups are trained as they come (verl's ``max_num_gen_batches``, which ends the run instead).
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from libra_cli.core.advantages.protocol import ComparedGroup
+from libra_cli.core.advantages.roles import by_role
 from libra_cli.core.types import Tokens
 
 
@@ -56,8 +58,10 @@ class FilteredGroups:
         return not (self.is_exhausted or self.finds_signal(group))
 
     def finds_signal(self, group: ComparedGroup) -> bool:
-        """Whether two rewards of the group differ, or an advantage of a turn is not 0."""
-        if has_signal([one.reward for one in group.everyone]):
+        """Whether two rewards of the group differ, or of a role in it, or an advantage of a turn is
+        not 0.
+        """
+        if any(has_signal([one.reward for one in part.everyone]) for part in by_role(group)):
             return True
         return self.algorithm is not None and self.algorithm.has_signal(group)
 

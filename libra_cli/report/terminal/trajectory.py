@@ -104,7 +104,7 @@ def conversation_view(told: PlayedConversation, color: str = "") -> RenderableTy
         parts += [_Legend(told, color), Text()]
     for number_, messages in enumerate(told.branches):
         if len(told.branches) > 1:
-            parts += [Text(f"branch {number_ + 1} of {len(told.branches)}", "bold"), Text()]
+            parts += [Text(_branch(told, number_), "bold"), Text()]
         for message in messages:
             parts += _message(told, message, color)
     if told.problem:
@@ -113,6 +113,13 @@ def conversation_view(told: PlayedConversation, color: str = "") -> RenderableTy
     if not told.tokens:
         parts.append(Text("Its tokens were not kept."))
     return Portable(Group(*parts))
+
+
+def _branch(told: PlayedConversation, number_: int) -> str:
+    """Return what a branch is: whose conversation, of an environment with roles."""
+    role = told.tokens[number_].role
+    named = f"{printable(role)}, " if role else ""
+    return f"{named}branch {number_ + 1} of {len(told.branches)}"
 
 
 def _heading(told: PlayedConversation) -> RenderableType:

@@ -41,6 +41,8 @@ class ShownBranch:
     one a token, NaN for tokens that no step has trained; empty if the run kept none."""
     images: Sequence[KeptImage] = ()
     """The images that some of the tokens stand for, in order."""
+    role: str = ""
+    """The role of the environment whose conversation it is; empty if it has none."""
 
     def version(self, token: int) -> int | None:
         """The version that generated the token; None of tokens of others."""
@@ -73,6 +75,7 @@ def branches_of(reader: Reader, row: TrajectoryRecord) -> list[ShownBranch]:
     credit = reader.rows(CreditRecord, "group_id = ? AND member = ? AND attempt = ?", key)
     weighed = json.loads(credit[0].advantages_json) if credit else [()] * len(kept)
     said = reader.log_ratios(*key) or [()] * len(kept)
+    roles = json.loads(row.roles_json) or [""] * len(kept)
     images = tuple(read_places(reader.run_dir).get(TrajectoryId(*key), ()))
     return [
         ShownBranch(
@@ -82,8 +85,9 @@ def branches_of(reader: Reader, row: TrajectoryRecord) -> list[ShownBranch]:
             [(at, a) for at, a in one],
             _by_token(branch, ratios),
             images,
+            role,
         )
-        for branch, one, ratios in zip(kept, weighed, said, strict=True)
+        for branch, one, ratios, role in zip(kept, weighed, said, roles, strict=True)
         if branch.token_ids
     ]
 

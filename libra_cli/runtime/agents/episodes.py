@@ -103,6 +103,10 @@ class AgentEpisodes:
         """The label of the environment that was begun; empty if there is only one."""
         return self._tasks.environment_of(trajectory)
 
+    def role_of(self, trajectory: TrajectoryId) -> str:
+        """Nothing: an agent has branches of its own, and plays no environment with roles."""
+        return ""
+
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int
     ) -> array[int]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.protocol import Message
@@ -80,9 +81,16 @@ class AgentTasks:
         row = source.task(index, task_seed)
         environment = await source.begin()
         task = self._tasks[trajectory] = _AgentTask(source, environment)
-        return await source.run(
+        opening = await source.run(
             task.line, "reset", lambda: environment.reset(row, index, task_seed, seed)
         )
+        if opening.roles:
+            raise EnvironmentBroken(
+                f"environment {source.name!r} has the roles {', '.join(opening.roles)}, and an "
+                "agent plays none",
+                hint="leave out agent: the policy then plays all of them (libra help players)",
+            )
+        return opening
 
     async def score(
         self, trajectory: TrajectoryId, answer: str, conversation: Sequence[Message]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from libra_cli.envs.protocol import Environment, Message, Task, ToolCall
+from libra_cli.envs.protocol import Environment, Task, ToolCall
 from libra_cli.envs.session import (
     Answered,
+    Conversation,
     EnvironmentSession,
     Opening,
     Raised,
@@ -47,7 +48,7 @@ class InProcessEnvironment:
     async def reply(self, text: str) -> Answered:
         return await self._session.reply(text)
 
-    async def score(self, answer: str, conversation: Sequence[Message]) -> Scored:
+    async def score(self, answer: str, conversation: Conversation) -> Scored:
         return await self._session.score(answer, conversation)
 
     def close(self, line: CallLine) -> None:

@@ -40,6 +40,9 @@ class EpisodePlayer(Protocol):
     def environment_of(self, trajectory: TrajectoryId) -> str:
         """The label of the environment that was begun; empty if there is only one."""
 
+    def role_of(self, trajectory: TrajectoryId) -> str:
+        """The role of the environment that speaks first; empty if it has none."""
+
     async def advance(
         self,
         trajectory: TrajectoryId,
@@ -135,7 +138,9 @@ class EpisodePerformer:
         prompt_ids = await self._begin(trajectory, task)
         if prompt_ids is None:
             return None
-        return EpisodeStarted(trajectory, prompt_ids, self._episodes.environment_of(trajectory))
+        environment = self._episodes.environment_of(trajectory)
+        role = self._episodes.role_of(trajectory)
+        return EpisodeStarted(trajectory, prompt_ids, environment, role)
 
     async def _begin(self, trajectory: TrajectoryId, task: int | None) -> array[int] | None:
         """Begin an episode, and return its prompt's tokens; None if it was forgotten meanwhile."""
@@ -164,6 +169,8 @@ def _advanced(trajectory: TrajectoryId, answer: TurnResult) -> EpisodeAdvanced:
         answer.metrics,
         answer.branch,
         answer.turn_reward,
+        answer.role,
+        answer.rewards,
     )
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs import registry
-from libra_cli.envs.protocol import Environment, Message, Task, ToolCall
-from libra_cli.envs.session import Answered, Opening, Scored, ToolAnswer
+from libra_cli.envs.protocol import Environment, Task, ToolCall
+from libra_cli.envs.session import Answered, Conversation, Opening, Scored, ToolAnswer
 from libra_cli.runtime.episodes.calls import CallLine, Calls
 from libra_cli.runtime.episodes.in_process import InProcessEnvironment
 from libra_cli.runtime.episodes.workers import (
@@ -44,7 +44,7 @@ class EpisodeEnvironment(Protocol):
     async def reply(self, text: str) -> Answered:
         """Return what the user says to a turn without tool calls; only if ``Opening.replies``."""
 
-    async def score(self, answer: str, conversation: Sequence[Message]) -> Scored:
+    async def score(self, answer: str, conversation: Conversation) -> Scored:
         """Score the episode by its last turn, and read its metrics."""
 
     def close(self, line: CallLine) -> None:

@@ -23,7 +23,12 @@ length, unless it has a complete call: then that is run, the unfinished rest of 
 the trajectory as generated, and the turn is closed for the model. An environment may end an episode
 itself; what it said last is then in the conversation that is scored, but not in the trajectory.
 
-The reward is the score and whatever rewards there were on the way. Latency is that of the call
+**Roles.** Each role of an environment has a conversation of its own (``speakers``), a branch of the
+trajectory. After a turn the environment says which role speaks next; ``TurnResult.branch`` is then
+where that role's tokens go on. Tool calls after one that passed the turn on are not run.
+
+The reward is the score and whatever rewards there were on the way; with roles the mean of theirs,
+and each role's own is the metric ``reward/ROLE``. Latency is that of the call
 itself; size is the length of the tool's text in characters, before it is shortened.
 """
 
@@ -38,17 +43,19 @@ from pathlib import Path
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.core.types import INVALID, BranchPoint, ToolOutcome, ToolReturn, TrajectoryId
 from libra_cli.envs.protocol import Message, ToolCall, ToolSchema
-from libra_cli.envs.session import ToolAnswer
+from libra_cli.envs.session import Answered, ToolAnswer
 from libra_cli.envs.tools import Malformed, objection
 from libra_cli.runtime.episodes.calls import CallLine
 from libra_cli.runtime.episodes.places import EnvironmentSource, EpisodeEnvironment
 from libra_cli.runtime.episodes.renderer import Renderer
+from libra_cli.runtime.episodes.speakers import Speaker, Speakers
 from libra_cli.runtime.episodes.tool_formats.formats import GeneratedTurn
 from libra_cli.runtime.episodes.workers import OpenOnNode, no_nodes
 from libra_cli.runtime.store.images import ImageStore, ShownImage
 from libra_cli.runtime.tasks.weighted_turns import Mixture
 
 _TIMED_OUT = "tool timed out"
+_PASSED_ON = "not run: the turn has passed to another"
 _PROBE = TrajectoryId(group=-1, member=0)
 """The episode that is begun to see whether it can be, of which nothing is kept."""
 
@@ -67,7 +74,11 @@ class TurnResult:
     branch: BranchPoint | None = None
     """Where the observation follows, if not on all tokens so far."""
     turn_reward: float = 0.0
-    """What the turn has earned on the way, of an episode that is not done."""
+    """What the turn has earned on the way, of an episode without roles that is not done."""
+    role: str = ""
+    """The role that speaks next, of an episode with roles that is not done."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What roles have earned that was not told before, by name."""
 
 
 @dataclass(slots=True)
@@ -75,15 +86,11 @@ class _Episode:
     source: EnvironmentSource
     environment: EpisodeEnvironment
     line: CallLine = field(default_factory=CallLine)
-    tools: list[ToolSchema] = field(default_factory=list)
     replies: bool = False
-    conversation: list[Message] = field(default_factory=list)
+    speakers: Speakers = field(init=False)
+    """Who speaks in it, once it has begun."""
     answer: str = ""
     """The text of the last turn."""
-    reward: float = 0.0
-    """Sum of the rewards before the score."""
-    tokens: int = 0
-    """Tokens of the trajectory so far."""
 
 
 class Episodes:
@@ -151,6 +158,10 @@ class Episodes:
         """The label of the environment that was begun; empty if there is only one."""
         return self._episodes[trajectory].source.label if len(self._sources) > 1 else ""
 
+    def role_of(self, trajectory: TrajectoryId) -> str:
+        """The role whose turn it is; empty if the environment has none."""
+        return self._episodes[trajectory].speakers.current.role
+
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int
     ) -> array[int]:
@@ -182,13 +193,10 @@ class Episodes:
             opening = await episode.source.run(
                 episode.line, "reset", lambda: environment.reset(task, index, task_seed, seed)
             )
-            episode.tools, episode.replies = opening.tools, opening.replies
-            episode.conversation = list(opening.messages)
-            if opening.replies:
+            episode.replies, episode.speakers = opening.replies, Speakers(opening)
+            if opening.replies or opening.roles:
                 self._renderer.require("user")
-            prompt = array("i", self._renderer.prompt(opening.messages, opening.tools))
-            self._keep_images(trajectory, episode, prompt, opening.messages)
-            return prompt
+            return self._read(trajectory, episode.speakers.current)
         except BaseException:  # a cancellation too: what reset has opened must be closed
             self.forget(trajectory)
             raise
@@ -209,24 +217,46 @@ class Episodes:
             EnvironmentBroken: the environment failed.
         """
         episode = self._episodes[trajectory]
-        earned_before = episode.reward
-        turn = self._renderer.read_turn(generated_ids, episode.tools)
+        speaker = episode.speakers.current
+        turn = self._renderer.read_turn(generated_ids, speaker.tools)
         calls = _complete(turn.calls) if finish_reason == "length" else turn.calls
         episode.answer = turn.text
-        episode.conversation.append(_assistant(turn, calls))
+        speaker.say(generated_ids, _assistant(turn, calls))
         if calls:
-            said, returns, over = await self._run_tools(episode, calls)
+            returns, over = await self._run_tools(episode, calls)
         else:
-            said, over = await self._reply(episode)
-            returns = ()
-        episode.conversation += said
+            returns, over = (), await self._reply(episode)
         if over:
             return await self._score(episode, returns)
-        tokens = self._renderer.extend(said, after=generated_ids)
-        episode.tokens += len(generated_ids)
-        self._keep_images(trajectory, episode, tokens, said)
-        earned = episode.reward - earned_before
-        return TurnResult(array("i", tokens), returns, False, None, turn_reward=earned)
+        return self._go_on(trajectory, episode.speakers, after=speaker, returns=returns)
+
+    def _go_on(
+        self,
+        trajectory: TrajectoryId,
+        speakers: Speakers,
+        *,
+        after: Speaker,
+        returns: tuple[ToolReturn, ...],
+    ) -> TurnResult:
+        """Let the next one speak, in its branch if that is another than ``after``'s."""
+        branch = None if speakers.current is after else speakers.point
+        earned, tokens = speakers.take_earned(), self._read(trajectory, speakers.current)
+        alone = earned.pop("", 0.0)
+        role = speakers.current.role
+        return TurnResult(
+            tokens, returns, False, None, {}, branch, turn_reward=alone, role=role, rewards=earned
+        )
+
+    def _read(self, trajectory: TrajectoryId, speaker: Speaker) -> array[int]:
+        """Return the tokens that a speaker reads first: its prompt, or what follows its turn."""
+        messages = speaker.read()
+        if speaker.last is None:
+            tokens = array("i", self._renderer.prompt(messages, speaker.tools))
+        else:
+            tokens = array("i", self._renderer.extend(messages, after=speaker.last))
+        self._keep_images(trajectory, speaker, tokens, messages)
+        speaker.tokens += len(tokens)
+        return tokens
 
     async def finish(self, trajectory: TrajectoryId) -> TurnResult:
         """Score the last turn's text, without its tool calls, since a limit is reached.
@@ -251,74 +281,81 @@ class Episodes:
     def _keep_images(
         self,
         trajectory: TrajectoryId,
-        episode: _Episode,
+        speaker: Speaker,
         tokens: Sequence[int],
         messages: Sequence[Message],
     ) -> None:
         """Keep the images of messages whose tokens come next in the trajectory."""
         if self._images is not None and trajectory.group != _PROBE.group:
             for start, count, png in self._renderer.images_in(tokens, messages):
-                image = ShownImage(episode.tokens + start, count, png)
-                self._images.add(trajectory, image)
-        episode.tokens += len(tokens)
+                self._images.add(trajectory, ShownImage(speaker.tokens + start, count, png))
 
     async def _run_tools(
         self, episode: _Episode, calls: Iterable[ToolCall | Malformed]
-    ) -> tuple[list[Message], tuple[ToolReturn, ...], bool]:
-        """Run calls in order, until one of them ends the episode."""
-        said: list[Message] = []
+    ) -> tuple[tuple[ToolReturn, ...], bool]:
+        """Run calls in order, until one of them ends the episode; return whether one has."""
+        speaker = episode.speakers.current
         returns: list[ToolReturn] = []
         for call in calls:
-            message, returned, over = await self._step(episode, call)
-            said.append(message)
+            returned, over = await self._step(episode, speaker, call)
             returns.append(returned)
             if over:
-                return said, tuple(returns), True
-        return said, tuple(returns), False
+                return tuple(returns), True
+        return tuple(returns), False
 
     async def _step(
-        self, episode: _Episode, call: ToolCall | Malformed
-    ) -> tuple[Message, ToolReturn, bool]:
-        """Return what a tool says, what is recorded of it, and whether the episode is over."""
-        refused = _refusal(call, episode.tools)
+        self, episode: _Episode, speaker: Speaker, call: ToolCall | Malformed
+    ) -> tuple[ToolReturn, bool]:
+        """Let a speaker hear what its tool says; return what is recorded of that, and whether the
+        episode is over.
+        """
+        speaks = episode.speakers.current is speaker
+        refused = _refusal(call, speaker.tools) if speaks else _PASSED_ON
         if refused is not None or isinstance(call, Malformed):
             text = refused or ""
-            returned = ToolReturn(INVALID, ToolOutcome.ERROR, 0.0, len(text))
-            return _said(text, returned), returned, False
+            invalid = ToolReturn(INVALID, ToolOutcome.ERROR, 0.0, len(text))
+            return _heard(speaker, text, invalid), False
         if episode.line.hung:
-            return _timed_out(call, 0.0)
+            return _timed_out(speaker, call, 0.0), False
         environment, calls = episode.environment, episode.source.calls
         try:
             seen = await calls.run(episode.line, lambda: environment.step(call))
         except TimeoutError:
-            return _timed_out(call, calls.limit_s)
-        _take(episode, seen.reward, seen.tools)
-        returned = _returned(call, seen)
-        return _said(seen.text, returned, seen.images), returned, seen.done
+            return _timed_out(speaker, call, calls.limit_s), False
+        returned = _heard(speaker, seen.text, _returned(call, seen), seen.images)
+        _take(episode.speakers, seen)
+        return returned, seen.done
 
-    async def _reply(self, episode: _Episode) -> tuple[list[Message], bool]:
-        """What the user says to an answer, and whether the episode is over."""
+    async def _reply(self, episode: _Episode) -> bool:
+        """Let the speaker, or the next one, hear what is said to an answer; return whether the
+        episode is over.
+        """
         if not episode.replies:
-            return [], True
+            return True
         environment, answer = episode.environment, episode.answer
         said = await episode.source.run(episode.line, "reply", lambda: environment.reply(answer))
-        _take(episode, said.reward, said.tools)
-        return said.messages, said.done
+        _take(episode.speakers, said)
+        return said.done
 
     async def _score(self, episode: _Episode, returns: tuple[ToolReturn, ...] = ()) -> TurnResult:
-        environment, answer = episode.environment, episode.answer
-        conversation = list(episode.conversation)
+        environment, answer, speakers = episode.environment, episode.answer, episode.speakers
+        conversation = speakers.conversation
         scored = await episode.source.run(
             episode.line, "score", lambda: environment.score(answer, conversation)
         )
-        reward = scored.reward + episode.reward
-        return TurnResult(array("i"), returns, done=True, reward=reward, metrics=scored.metrics)
+        speakers.earn(scored.rewards or {"": scored.reward})
+        named = {**scored.metrics, **speakers.metrics}
+        earned = speakers.take_earned() if speakers.roles else {}
+        return TurnResult(array("i"), returns, True, speakers.reward, named, rewards=earned)
 
 
-def _take(episode: _Episode, reward: float, tools: list[ToolSchema] | None) -> None:
-    episode.reward += reward
-    if tools is not None:
-        episode.tools = tools
+def _take(speakers: Speakers, said: ToolAnswer | Answered) -> None:
+    """Take in what roles have earned, who speaks next, and what that one reads and can call."""
+    speakers.earn({speakers.current.role: said.reward})
+    speakers.earn(said.rewards)
+    speakers.pass_to(said.role or speakers.current.role, said.messages)
+    if said.tools is not None:
+        speakers.current.tools = said.tools
 
 
 def _assistant(turn: GeneratedTurn, calls: Iterable[ToolCall | Malformed]) -> Message:
@@ -336,16 +373,20 @@ def _returned(call: ToolCall, seen: ToolAnswer) -> ToolReturn:
     return ToolReturn(call.name, outcome, seen.seconds, seen.size)
 
 
-def _timed_out(call: ToolCall, seconds: float) -> tuple[Message, ToolReturn, bool]:
+def _timed_out(speaker: Speaker, call: ToolCall, seconds: float) -> ToolReturn:
     returned = ToolReturn(call.name, ToolOutcome.TIMEOUT, seconds, len(_TIMED_OUT))
-    return _said(_TIMED_OUT, returned), returned, False
+    return _heard(speaker, _TIMED_OUT, returned)
 
 
-def _said(text: str, returned: ToolReturn, images: Sequence[bytes] = ()) -> Message:
+def _heard(
+    speaker: Speaker, text: str, returned: ToolReturn, images: Sequence[bytes] = ()
+) -> ToolReturn:
+    """Let a speaker hear a tool's text; returns what is recorded of it."""
     message: Message = {"role": "tool", "content": text, "name": returned.tool}
     if images:
         message["images"] = images
-    return message
+    speaker.hear([message])
+    return returned
 
 
 def _refusal(call: ToolCall | Malformed, tools: Sequence[ToolSchema]) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias
 from libra_cli.config.errors import EnvironmentBroken, HostError
 from libra_cli.envs import returns
 from libra_cli.envs.protocol import Message, StepResult, Task, ToolCall, ToolSchema
-from libra_cli.envs.session import Answered, Opening, Scored, ToolAnswer
+from libra_cli.envs.session import Answered, Conversation, Opening, Scored, ToolAnswer
 from libra_cli.envs.workers import wire
 from libra_cli.envs.workers.wire import Frames, Kind
 from libra_cli.runtime.episodes.calls import CallLine
@@ -297,6 +297,14 @@ def _tools(found: list[ToolSchema] | None) -> list[ToolSchema] | None:
     return None if found is None else returns.tools(found)
 
 
+def _messages(found: Sequence[Message]) -> list[Message]:
+    return returns.messages(found) if found else []
+
+
+def _rewards(found: Mapping[str, float]) -> dict[str, float]:
+    return returns.rewards(found, [*found])
+
+
 class WorkerEnvironment:
     """The environment of one episode, in a process of its own."""
 
@@ -309,7 +317,8 @@ class WorkerEnvironment:
         with understood(EnvironmentBroken, "what reset returned"):
             opening = Opening(**found)
             messages, tools = returns.messages(opening.messages), returns.tools(opening.tools)
-            return replace(opening, messages=messages, tools=tools)
+            roles, role = returns.roles(opening.roles), returns.whole_text(opening.role)
+            return replace(opening, messages=messages, tools=tools, roles=roles, role=role)
 
     async def step(self, call: ToolCall) -> ToolAnswer:
         """Run a tool call in the worker, and check what it sends back; raises EnvironmentBroken."""
@@ -327,21 +336,30 @@ class WorkerEnvironment:
                 reward=reward,
                 seconds=seconds,
                 tools=tools,
+                role=returns.whole_text(answer.role),
+                messages=_messages(answer.messages),
+                rewards=_rewards(answer.rewards),
             )
 
     async def reply(self, text: str) -> Answered:
         found = await self._call("reply", text)
         with understood(EnvironmentBroken, "what reply returned"):
             said = Answered(**found)
-            messages = returns.messages(said.messages) if said.messages else []
-            reward, tools = returns.reward(said.reward), _tools(said.tools)
-            return replace(said, messages=messages, reward=reward, tools=tools)
+            return replace(
+                said,
+                messages=_messages(said.messages),
+                reward=returns.reward(said.reward),
+                tools=_tools(said.tools),
+                role=returns.whole_text(said.role),
+                rewards=_rewards(said.rewards),
+            )
 
-    async def score(self, answer: str, conversation: Sequence[Message]) -> Scored:
-        found = await self._call("score", answer, list(conversation))
+    async def score(self, answer: str, conversation: Conversation) -> Scored:
+        found = await self._call("score", answer, conversation)
         with understood(EnvironmentBroken, "what score returned"):
             scored = Scored(**found)
-            return Scored(returns.reward(scored.reward), returns.metrics(scored.metrics))
+            reward, named = returns.reward(scored.reward), returns.metrics(scored.metrics)
+            return Scored(reward, named, _rewards(scored.rewards))
 
     def close(self, line: CallLine) -> None:
         """Close it and end its process, whatever it is doing."""

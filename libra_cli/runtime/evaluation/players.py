@@ -98,6 +98,10 @@ class EvaluatedEpisodes:
             return self._names[evaluated_task(trajectory.group).entry]
         return self._trained.environment_of(trajectory)
 
+    def role_of(self, trajectory: TrajectoryId) -> str:
+        """The role of the environment that speaks first; empty if it has none."""
+        return self._player(trajectory).role_of(trajectory)
+
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int
     ) -> array[int]:

@@ -44,6 +44,9 @@ class Counting:
     def environment_of(self, trajectory: TrajectoryId) -> str:
         return ""
 
+    def role_of(self, trajectory: TrajectoryId) -> str:
+        return ""
+
     async def advance(
         self, trajectory: TrajectoryId, generated_ids: Any, finish_reason: str, logprobs: Any = ()
     ) -> TurnResult:
