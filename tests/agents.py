@@ -68,6 +68,8 @@ class FakeMachine:
     notes: list[str] = field(default_factory=list)
     """What the user was told."""
     returns: list[ToolReturn] = field(default_factory=list)
+    limits: list[int | None] = field(default_factory=list)
+    """The most tokens that the agent asked each turn to have."""
     trajectory: Trajectory = field(init=False)
 
     async def play(self, turns: Iterable[str], *, member: int = 0) -> TurnResult:
@@ -78,6 +80,7 @@ class FakeMachine:
             prompt = await self.episodes.start(who, 0, task_seed=0, seed=member)
             self._observe(prompt)
             for text in turns:
+                self.limits.append(self.episodes.turn_limit_of(who))
                 said = array("i", [*self.renderer.encode(text), self.renderer.end_of_turn])
                 self._say(said)
                 await asyncio.sleep(self.turn_s)

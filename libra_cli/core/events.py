@@ -202,6 +202,8 @@ class EpisodeStarted:
     """The name of the environment, in a run that has several; else empty."""
     role: str = ""
     """The role of the environment that speaks first; empty if it has none."""
+    turn_limit: Tokens | None = None
+    """Tokens that the first turn may have by its agent's wish, within the recipe's limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,8 @@ class EpisodeAdvanced:
     """The role that speaks next, of an environment with roles, in an episode that goes on."""
     rewards: Mapping[str, float] = field(default_factory=dict)
     """What roles that have spoken have earned since the event before, by role."""
+    turn_limit: Tokens | None = None
+    """Tokens that the next turn may have by its agent's wish, within the recipe's limits."""
 
 
 @dataclass(frozen=True, slots=True)

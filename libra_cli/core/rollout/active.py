@@ -76,6 +76,8 @@ class ActiveTrajectory:
     turn: TurnGenerated | None = None
     #: Replies that broke off in this turn because their server drained, in order.
     parts: list[TurnGenerated] = field(default_factory=list)
+    #: The most tokens of this turn, if its agent asks for fewer than the limits allow.
+    turn_limit: Tokens | None = None
     #: What it waits for or waited for last, and the cache key of its last turn.
     asked: Request | None = None
     turn_key: WeightVersion | None = None
@@ -103,7 +105,8 @@ class ActiveTrajectory:
     def left_to_generate(self, limits: Limits) -> Tokens:
         """Return how many more tokens the model may generate in this turn."""
         said = sum([len(part.token_ids) for part in self.parts])
-        return min(limits.max_turn_tokens - said, limits.max_len - len(self.trajectory.token_ids))
+        most = min(limits.max_turn_tokens, self.turn_limit or limits.max_turn_tokens)
+        return min(most - said, limits.max_len - len(self.trajectory.token_ids))
 
     def next_request(self, now: Seconds) -> Request:
         """Ask for its next turn, or for the rest of one that broke off."""

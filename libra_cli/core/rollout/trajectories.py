@@ -335,6 +335,7 @@ class Trajectories:
         active.trajectory.token_ids.extend(event.prompt_ids)
         active.prompt = prompt = len(event.prompt_ids)
         active.shown = digest_of(event.prompt_ids)
+        active.turn_limit = event.turn_limit
         self._context_tokens += prompt
         extend_masked(active.trajectory, prompt)
         if prompt >= self._limits.max_len:
@@ -381,6 +382,7 @@ class Trajectories:
         else:
             earned(active.trajectory, event.turn_reward)
         active.shown = digest_of(event.observation_ids)
+        active.turn_limit = event.turn_limit
         trajectory, observed = active.trajectory, len(event.observation_ids)
         context = (event.branch.kept if event.branch else len(trajectory.token_ids)) + observed
         if context >= self._limits.max_len or trajectory.turns >= self._limits.max_turns:

@@ -33,7 +33,7 @@ from typing import Any
 from libra_cli.config.errors import AgentFailed
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import masker
-from libra_cli.core.types import TrajectoryId
+from libra_cli.core.types import Tokens, TrajectoryId
 from libra_cli.envs.protocol import Message
 from libra_cli.envs.session import Opening
 from libra_cli.runtime.agents.play import AgentEnd, AgentPlay, Ask, PlayLimits, SaidTurn
@@ -106,6 +106,10 @@ class AgentEpisodes:
     def role_of(self, trajectory: TrajectoryId) -> str:
         """Nothing: an agent has branches of its own, and plays no environment with roles."""
         return ""
+
+    def turn_limit_of(self, trajectory: TrajectoryId) -> Tokens | None:
+        """The most tokens that its agent asks the next turn to have; None: it does not say."""
+        return self._episodes[trajectory].play.turn_limit
 
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int

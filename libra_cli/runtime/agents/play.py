@@ -70,6 +70,8 @@ class Ask:
     chars: int | None
     """Length of the messages that are new; None: another reply to the request before."""
     answer: asyncio.Future[SaidTurn]
+    turn_limit: Tokens | None = None
+    """The most tokens of the turn, if the agent has said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ class AgentPlay:
         chars: int | None = sum(len(message["content"]) for message in match.new)
         for _ in range(request.n):
             begun = branch.kept if branch else 0
-            said = await self._turn(tokens, branch, chars)
+            said = await self._turn(tokens, branch, chars, request.max_tokens)
             reply = self._reply(request, match, said, begun + len(tokens))
             if request.return_token_ids:
                 reply = replace(reply, prompt_ids=self._prompt_ids(match))
@@ -183,7 +185,11 @@ class AgentPlay:
             part, after = after, after.parent
 
     async def _turn(
-        self, tokens: array[int], branch: BranchPoint | None, chars: int | None
+        self,
+        tokens: array[int],
+        branch: BranchPoint | None,
+        chars: int | None,
+        turn_limit: Tokens | None,
     ) -> SaidTurn:
         if self._closed is not None:  # between two replies to one request
             raise self._closed
@@ -191,7 +197,7 @@ class AgentPlay:
             raise BadRequest("a turn could not be read: the trajectory cannot go on", status=500)
         self._check_limits(tokens, branch)
         future: asyncio.Future[SaidTurn] = asyncio.get_running_loop().create_future()
-        self._asked = Ask(tokens, branch, chars, future)
+        self._asked = Ask(tokens, branch, chars, future, turn_limit)
         self.inbox.put_nowait(self._asked)
         try:
             return await future
@@ -272,6 +278,11 @@ class AgentPlay:
         """Whether an agent that fails may have failed for the sake of a limit."""
         cut = self._last is not None and self._last.reply.finish_reason == "length"
         return self._closed is not None or self._over or cut
+
+    @property
+    def turn_limit(self) -> Tokens | None:
+        """The most tokens of the turn that is asked for; None: as many as the recipe allows."""
+        return self._asked.turn_limit if self._asked else None
 
     @property
     def turns(self) -> int:

@@ -73,7 +73,6 @@ class AgentServer:
         self.model = Path(recipe.model.path or recipe.run.name).name
         self.port = 0
         self._max_len = recipe.model.max_len
-        self._max_turn_tokens = recipe.rollout.max_turn_tokens
         self._runner = runner
         self._file = run_dir / ADDRESS_FILE
         self._token = secrets.token_urlsafe(32)
@@ -196,10 +195,7 @@ class AgentServer:
         return web.Response(status=204) if job is None else _task_response(job)
 
     def _tell_once(self, request: AgentRequest) -> None:
-        keys = [*request.overridden]
-        if request.max_tokens is not None and request.max_tokens < self._max_turn_tokens:
-            keys.append("max_tokens")
-        said = [f"{key} of the agent is not used: the recipe's is" for key in keys]
+        said = [f"{key} of the agent is not used: the recipe's is" for key in request.overridden]
         for words in [*said, *request.dropped]:
             if words not in self._noted and len(self._noted) < MOST_NOTES:
                 self._noted.add(words)

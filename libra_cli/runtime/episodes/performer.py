@@ -21,7 +21,7 @@ from libra_cli.core.actions import (
     StartEpisode,
 )
 from libra_cli.core.events import EpisodeAdvanced, EpisodeFailed, EpisodeStarted, Event
-from libra_cli.core.types import TrajectoryId
+from libra_cli.core.types import Tokens, TrajectoryId
 from libra_cli.runtime.episodes.history import EpisodeHistory
 from libra_cli.runtime.episodes.player import TurnResult
 
@@ -42,6 +42,9 @@ class EpisodePlayer(Protocol):
 
     def role_of(self, trajectory: TrajectoryId) -> str:
         """The role of the environment that speaks first; empty if it has none."""
+
+    def turn_limit_of(self, trajectory: TrajectoryId) -> Tokens | None:
+        """The most tokens that its agent asks the next turn to have; None: it does not say."""
 
     async def advance(
         self,
@@ -101,14 +104,12 @@ class EpisodePerformer:
             case StartEpisode():
                 return await self._start(trajectory, action.task)
             case AdvanceEpisode():
-                return _advanced(
-                    trajectory,
-                    await self._episodes.advance(
-                        trajectory, action.token_ids, action.finish_reason, action.logprobs
-                    ),
+                answer = await self._episodes.advance(
+                    trajectory, action.token_ids, action.finish_reason, action.logprobs
                 )
+                return self._advanced(trajectory, answer)
             case FinishEpisode():
-                return _advanced(trajectory, await self._episodes.finish(trajectory))
+                return self._advanced(trajectory, await self._episodes.finish(trajectory))
             case ForgetEpisode():
                 self._starting.discard(trajectory)
                 self._histories.pop(trajectory, None)
@@ -140,7 +141,8 @@ class EpisodePerformer:
             return None
         environment = self._episodes.environment_of(trajectory)
         role = self._episodes.role_of(trajectory)
-        return EpisodeStarted(trajectory, prompt_ids, environment, role)
+        limit = self._episodes.turn_limit_of(trajectory)
+        return EpisodeStarted(trajectory, prompt_ids, environment, role, limit)
 
     async def _begin(self, trajectory: TrajectoryId, task: int | None) -> array[int] | None:
         """Begin an episode, and return its prompt's tokens; None if it was forgotten meanwhile."""
@@ -158,20 +160,20 @@ class EpisodePerformer:
         finally:
             self._starting.discard(trajectory)
 
-
-def _advanced(trajectory: TrajectoryId, answer: TurnResult) -> EpisodeAdvanced:
-    return EpisodeAdvanced(
-        trajectory,
-        answer.observation_ids,
-        answer.returns,
-        answer.done,
-        answer.reward,
-        answer.metrics,
-        answer.branch,
-        answer.turn_reward,
-        answer.role,
-        answer.rewards,
-    )
+    def _advanced(self, trajectory: TrajectoryId, answer: TurnResult) -> EpisodeAdvanced:
+        return EpisodeAdvanced(
+            trajectory,
+            answer.observation_ids,
+            answer.returns,
+            answer.done,
+            answer.reward,
+            answer.metrics,
+            answer.branch,
+            answer.turn_reward,
+            answer.role,
+            answer.rewards,
+            None if answer.done else self._episodes.turn_limit_of(trajectory),
+        )
 
 
 def episode_seed(run_seed: int, trajectory: TrajectoryId) -> int:

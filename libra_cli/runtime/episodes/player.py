@@ -41,7 +41,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from libra_cli.config.environment import EnvironmentSpec
-from libra_cli.core.types import INVALID, BranchPoint, ToolOutcome, ToolReturn, TrajectoryId
+from libra_cli.core.types import (
+    INVALID,
+    BranchPoint,
+    Tokens,
+    ToolOutcome,
+    ToolReturn,
+    TrajectoryId,
+)
 from libra_cli.envs.protocol import Message, ToolCall, ToolSchema
 from libra_cli.envs.session import Answered, ToolAnswer
 from libra_cli.envs.tools import Malformed, objection
@@ -161,6 +168,10 @@ class Episodes:
     def role_of(self, trajectory: TrajectoryId) -> str:
         """The role whose turn it is; empty if the environment has none."""
         return self._episodes[trajectory].speakers.current.role
+
+    def turn_limit_of(self, trajectory: TrajectoryId) -> Tokens | None:
+        """Return None: an environment does not say how long a turn may be."""
+        return None
 
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int

@@ -14,7 +14,7 @@ from pathlib import Path
 from libra_cli.config.errors import RecipeError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.evaluation.groups import evaluated_task
-from libra_cli.core.types import GroupId, TrajectoryId, is_evaluation
+from libra_cli.core.types import GroupId, Tokens, TrajectoryId, is_evaluation
 from libra_cli.runtime.episodes.performer import EpisodePlayer
 from libra_cli.runtime.episodes.player import Episodes, TurnResult
 from libra_cli.runtime.episodes.renderer import Renderer
@@ -101,6 +101,10 @@ class EvaluatedEpisodes:
     def role_of(self, trajectory: TrajectoryId) -> str:
         """The role of the environment that speaks first; empty if it has none."""
         return self._player(trajectory).role_of(trajectory)
+
+    def turn_limit_of(self, trajectory: TrajectoryId) -> Tokens | None:
+        """The most tokens that its agent asks the next turn to have; None: it does not say."""
+        return self._player(trajectory).turn_limit_of(trajectory)
 
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int

@@ -225,6 +225,8 @@ class StandaloneEvaluation:
         if left <= 0:
             raise ProcessError(f"the prompt of {trajectory.id} is longer than model.max_len")
         self._requests += 1
+        most = self._recipe.rollout.max_turn_tokens
+        wished = self._player.turn_limit_of(trajectory.id)
         turn = await self._servers.generate(
             Generate(
                 request=self._requests,
@@ -232,7 +234,7 @@ class StandaloneEvaluation:
                 slot=slot,
                 incarnation=INCARNATION,
                 prompt_ids=trajectory.token_ids[:],
-                max_tokens=min(self._recipe.rollout.max_turn_tokens, left),
+                max_tokens=min(wished or most, most, left),
                 cache_key=STARTED_WITH,
                 priority=0,
             )

@@ -47,6 +47,9 @@ class Counting:
     def role_of(self, trajectory: TrajectoryId) -> str:
         return ""
 
+    def turn_limit_of(self, trajectory: TrajectoryId) -> None:
+        return None
+
     async def advance(
         self, trajectory: TrajectoryId, generated_ids: Any, finish_reason: str, logprobs: Any = ()
     ) -> TurnResult:

@@ -157,11 +157,21 @@ def test_a_limit_that_comes_late_is_in_the_body(play, monkeypatch):
 def test_sampling_of_the_agent_is_not_used_and_the_user_is_told_once(play):
     async def agent(task, base_url, api_key, model):
         for _ in range(3):
-            await post(f"{base_url}/chat/completions", chat_body(temperature=0.0, max_tokens=3))
+            await post(f"{base_url}/chat/completions", chat_body(temperature=0.0))
 
     made, _ = play(agent, "a", "b", "c")
     assert sum("temperature" in note for note in made.notes) == 1
-    assert sum("max_tokens" in note for note in made.notes) == 1
+
+
+def test_an_agent_says_how_many_tokens_a_turn_may_have(play):
+    async def agent(task, base_url, api_key, model):
+        await post(f"{base_url}/chat/completions", chat_body(max_tokens=3))
+        await post(f"{base_url}/messages", chat_body(max_tokens=9))
+        await post(f"{base_url}/chat/completions", chat_body())
+
+    made, _ = play(agent, "a", "b", "c")
+    assert made.limits == [3, 9, None]
+    assert not made.notes
 
 
 def test_a_reward_may_be_posted(play):

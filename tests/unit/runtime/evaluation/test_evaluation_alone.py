@@ -57,6 +57,9 @@ class TwoTurns:
         self.turns[trajectory] = 0
         return array("i", [1, 2])
 
+    def turn_limit_of(self, trajectory: TrajectoryId) -> None:
+        return None
+
     async def advance(self, trajectory: TrajectoryId, *turn: Any) -> TurnResult:
         self.turns[trajectory] += 1
         if self.turns[trajectory] < 2:
