@@ -11,6 +11,7 @@
       WeightsError             a weight version is incomplete, damaged or does not verify
       PluginError              a backend, policy, loss or monitor cannot be found or loaded
         EnvironmentBroken      an environment cannot be found, loaded or used
+          SandboxBroken        a sandbox cannot be opened, or has ended
       AgentFailed              an agent could not be run, failed or was silent for too long
       StateError               a run directory is missing, damaged or of another version
     IllegalMove                a bug in libra: a state machine was given a forbidden transition
@@ -90,6 +91,10 @@ class PluginError(LibraError):
 
 class EnvironmentBroken(PluginError):
     """An environment cannot be found, loaded or used (not: it answered with an error)."""
+
+
+class SandboxBroken(EnvironmentBroken):
+    """A sandbox cannot be opened on this host, or has ended; the hint says what to type."""
 
 
 class AgentFailed(LibraError):

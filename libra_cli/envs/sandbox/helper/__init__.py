@@ -1,0 +1,1 @@
+"""The processes that make sandboxes and run commands in them, of the standard library alone."""
