@@ -430,6 +430,26 @@ def test_a_controller_that_comes_while_an_agent_ends_waits_for_the_next(tmp_path
         play(scene())
 
 
+def test_a_controller_that_comes_as_the_lease_ends_waits_for_the_next_agent(
+    tmp_path, run_id
+) -> None:
+    """An agent that ends stops all of the run, also the agent that is started in its place."""
+    slow = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: (time.sleep(2), exit()))"
+    log = tmp_path / "work" / "runs" / run_id / "n1" / "agent.log"
+
+    async def scene() -> None:
+        async with opened(tmp_path, run_id, lease_s=1.0) as (host, _):
+            await host.start("server-0", python(f"{slow}; print(1, flush=True); time.sleep(100)"))
+            await logged_pids(host, "server-0", 1)
+            await host.close()
+            await until(lambda: "stopping everything" in log.read_text())
+            async with opened(tmp_path, run_id) as (next_one, _):
+                assert await next_one.processes() == []
+                assert Path(next_one.tmp_dir, "agent.sock").exists()
+
+    play(scene())
+
+
 def test_a_short_lease_is_kept_by_a_quicker_pulse(tmp_path, run_id) -> None:
     async def scene() -> None:
         async with opened(tmp_path, run_id, lease_s=2.0) as (host, events):

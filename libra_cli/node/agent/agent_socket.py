@@ -37,17 +37,19 @@ def connect() -> socket.socket | None:
 def spawn(run_dir: Path) -> socket.socket | None:
     """Start an agent that outlives this process and its terminal, and connect to it.
 
-    One whose lease is over keeps any other from starting until it has stopped everything, so it is
-    tried again. None if no agent answers within ``START_S``.
+    One whose lease is over keeps any other from starting until it has stopped everything, and that
+    is also the one that is started here, by a signal: so it is tried again. None if no agent
+    answers within ``START_S``, or one has failed by itself.
     """
     deadline = time.monotonic() + START_S
     agent = _start(run_dir)
     while time.monotonic() < deadline:
         if (connection := connect()) is not None:
             return connection
-        if agent.poll():
+        code = agent.poll()
+        if code is not None and code > 0:
             return None
-        if agent.returncode == 0:  # another agent is there: it was faster, or is about to end
+        if code is not None:  # another agent is there: it was faster, or is about to end
             time.sleep(AGAIN_S)
             agent = _start(run_dir)
         time.sleep(0.02)

@@ -146,7 +146,6 @@ class Host:
         self._run_id = run_id
         try:
             await self.prepare(run_id)
-            self.tmp_dir = await self._make_tmp()
             home = self.transport.home.rstrip("/").rpartition("/")[2]
             self.weights_dir = self.expand(weights_dir) if weights_dir else f"/dev/shm/libra-{home}"
             self._hello = {
@@ -496,6 +495,8 @@ class Host:
         pauses_s = iter(AGENT_PAUSES_S)
         while True:
             rows = await self._attach()
+            # Not before: an agent that ends removes it, and keeps the next one waiting until then.
+            self.tmp_dir = await self._make_tmp()
             try:
                 await self.transport.reach(f"{self.tmp_dir}/agent.sock")
             except HostError as error:
