@@ -59,7 +59,7 @@ class McpServerSpec(Section):
 
     url: Annotated[str | None, MAY_CHANGE] = None
     """The URL of the server, for example http://127.0.0.1:8000/mcp."""
-    command: Annotated[tuple[str, ...] | None, MAY_CHANGE] = None
+    command: Annotated[Annotated[tuple[str, ...], one_or_several] | None, MAY_CHANGE] = None
     """Instead of a URL: the program, with its arguments, that is started for each episode, where
     the environment runs, and ends with it."""
     env: Annotated[dict[str, str], MAY_CHANGE, only_with("command")] = {}
