@@ -27,6 +27,7 @@ from libra_cli.cli.quickstart import quickstart
 from libra_cli.cli.run import attach, run
 from libra_cli.cli.serve import serve
 from libra_cli.cli.show import show
+from libra_cli.cli.tasks import tasks
 from libra_cli.cli.terminal import err, errors_told, out
 from libra_cli.config.errors import StateError
 
@@ -54,6 +55,7 @@ app.command("help")(show_help)
 app.command()(serve)
 app.command()(show)
 app.add_typer(bench, name="bench")
+app.add_typer(tasks, name="tasks")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object; libra help status.")]
 

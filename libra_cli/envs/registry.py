@@ -25,6 +25,7 @@ ENVIRONMENTS = PluginGroup(
         "bfcl": "libra_cli.envs.gyms.bfcl:Bfcl",
         "calculator": "libra_cli.envs.calculator:Calculator",
         "dataset": "libra_cli.envs.dataset.environment:Dataset",
+        "harbor": "libra_cli.envs.harbor.environment:Harbor",
         "minigrid": "libra_cli.envs.gyms.minigrid:MiniGrid",
         "openenv": "libra_cli.envs.adapters.openenv:OpenEnvEpisode",
         "opposites": "libra_cli.envs.opposites:Opposites",

@@ -1,0 +1,226 @@
+"""The environment ``harbor``: tasks in the format of Harbor and Terminal-Bench 2, in a sandbox.
+
+A task is ``{"task": NAME}``, the name of a directory in ``tasks``. An episode begins with the
+files of the task's image; the model works with ``bash`` and an editor; once it has said that it is
+done, the task's tests are copied in, and what they write is the reward (``libra help harbor``).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.envs.gyms.packages import drawn
+from libra_cli.envs.harbor.builder import HOST, Builder
+from libra_cli.envs.harbor.dataset import TaskFilter, TaskSet, Unplayable, read_tasks
+from libra_cli.envs.harbor.dockerfile import substituted, unset_in
+from libra_cli.envs.harbor.image import Image, read_image
+from libra_cli.envs.harbor.task_file import TASK_FILE, HarborTask
+from libra_cli.envs.harbor.task_sandbox import TaskSandbox
+from libra_cli.envs.harbor.verifier import TestResult, solve, verify
+from libra_cli.envs.protocol import Finished, Message, Task, ToolCall, ToolSchema, function
+from libra_cli.envs.sandbox.sandbox import Completed, Shell
+from libra_cli.envs.sandbox.spec import SandboxSpec
+
+CACHE = "~/.cache/libra/harbor"
+INSTRUCTIONS = (
+    "You work in a shell, in the directory {workdir}. When the task is done, say so without "
+    "calling a tool."
+)
+
+BASH = function(
+    "bash",
+    "Run a command in a shell that stays: directory and variables are kept from call to call.",
+    {"command": {"type": "string", "description": "For example: ls -l && cat notes.txt"}},
+)
+
+
+class Harbor:
+    """The environment of one task.
+
+    ``tasks`` is a directory of task directories. ``base`` is what every image is made upon: host,
+    or a directory with the root of an unpacked image; ``bases`` names one for each FROM instead.
+    ``names``, ``difficulty`` and ``category`` choose tasks; ``unplayable: skip`` leaves out those
+    that cannot be played. ``reward`` is the name of the reward, where tests write several.
+    ``variables`` are what a task's ``${NAME}`` stand for. ``cache`` is where images are kept.
+
+    A command may take the sandbox's ``limits.time_s``, and all of them together the agent's time of
+    the task, in which the model's own time does not count.
+
+    Raises:
+        EnvironmentBroken: there is no task, or one that cannot be played.
+    """
+
+    def __init__(
+        self,
+        tasks: str,
+        *,
+        sandbox: Any = None,
+        base: str | None = None,
+        bases: Mapping[str, str] | None = None,
+        names: Sequence[str] | str | None = None,
+        difficulty: Sequence[str] | str | None = None,
+        category: Sequence[str] | str | None = None,
+        unplayable: Unplayable = "error",
+        reward: str = "reward",
+        variables: Mapping[str, str] | None = None,
+        cache: str = CACHE,
+    ) -> None:
+        self._spec: SandboxSpec = SandboxSpec() if sandbox is None else sandbox.spec
+        self._base, self._bases = base, dict(bases or {})
+        self._cache = Path(cache).expanduser()
+        self._reward = reward
+        self._variables = dict(variables or {})
+        chosen = TaskFilter(_several(names), _several(difficulty), _several(category))
+        self._tasks: TaskSet = read_tasks(
+            Path(tasks).expanduser(), chosen, network=self._spec.network, unplayable=unplayable
+        )
+        self._task: HarborTask | None = None
+        self._inside: TaskSandbox | None = None
+        self._result = TestResult()
+        self._shell: Shell | None = None
+        self._worked_s = 0.0
+
+    tools: Sequence[ToolSchema] = (BASH,)
+
+    @property
+    def tasks_played(self) -> TaskSet:
+        """The tasks of the directory that are meant, and why others cannot be played."""
+        return self._tasks
+
+    def task(self, index: int, seed: int) -> Task:
+        """Return which task is number ``index``; as many as there are go by before one returns."""
+        names = list(self._tasks.playable)
+        return {"task": names[drawn(index, seed, len(names))]}
+
+    def reset(self, task: Task, seed: int) -> list[Message]:
+        """Open a sandbox with the task's files, and begin with its instruction.
+
+        Raises:
+            EnvironmentBroken: there is no such task, or its image cannot be made.
+        """
+        self._task = found = self._tasks.named(task.get("task"))
+        image = _image_of(found)
+        spec = self._spec_of(found, image)
+        env = {**image.env, **self._resolved(found, found.env)}
+        workdir = found.workdir or image.workdir
+        opened = Builder(self._cache, spec).opened(image, found.build_timeout_s)
+        self._inside = TaskSandbox(opened, workdir, env)
+        self._shell = self._inside.shell()
+        where = INSTRUCTIONS.format(workdir=workdir)
+        return [{"role": "user", "content": f"{found.instruction}\n\n{where}"}]
+
+    def step(self, call: ToolCall) -> str:
+        """Run a command; the episode ends when the agent's time is over.
+
+        Raises:
+            Finished: the commands have taken as long as the task allows.
+        """
+        task, _ = self._playing
+        left = (task.agent_timeout_s or math.inf) - self._worked_s
+        if left <= 0 or self._shell is None:
+            raise Finished("The time for this task is over.")
+        began = time.monotonic()
+        seconds = min(left, self._spec.limits.time_s)
+        done = self._shell.run(str(call.arguments["command"]), timeout_s=seconds)
+        self._worked_s += time.monotonic() - began
+        return answered(done, seconds)
+
+    def score(self, answer: str) -> float:
+        """Copy the tests in, run them, and return what they wrote."""
+        task, inside = self._playing
+        self._result = verify(task, inside, self._resolved(task, task.verifier_env))
+        return self._result.reward(self._reward)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return whether the tests wrote a reward, and rewards by name where there are several."""
+        several = self._result.rewards if len(self._result.rewards) > 1 else {}
+        return {"verified": float(bool(self._result.rewards)), **several}
+
+    def solve(self) -> str:
+        """Do what the task's reference solution does, in the model's place.
+
+        Raises:
+            EnvironmentBroken: the task has no solution.
+        """
+        task, inside = self._playing
+        return solve(task, inside, self._resolved(task, task.solution_env))
+
+    @property
+    def said(self) -> str:
+        """The end of what the tests printed."""
+        return self._result.said
+
+    def close(self) -> None:
+        """End the sandbox and all that runs in it."""
+        if self._shell is not None:
+            self._shell.close()
+        if self._inside is not None:
+            self._inside.sandbox.close()
+
+    @property
+    def _playing(self) -> tuple[HarborTask, TaskSandbox]:
+        if self._task is None or self._inside is None:
+            raise EnvironmentBroken("environment 'harbor': nothing is played before reset")
+        return self._task, self._inside
+
+    def _spec_of(self, task: HarborTask, image: Image) -> SandboxSpec:
+        """What the recipe allows, on the task's base, and no more than the task asks for."""
+        limits = self._spec.limits
+        limits = replace(
+            limits,
+            memory_mb=min(limits.memory_mb, task.memory_mb),
+            disk_mb=min(limits.disk_mb, task.storage_mb),
+            cpu_s=max(limits.cpu_s, math.ceil(task.verifier_timeout_s)),
+        )
+        root = self._root(image)
+        return replace(self._spec, root=root, user=0, limits=limits)
+
+    def _root(self, image: Image) -> str | None:
+        base = self._bases.get(image.base, self._base)
+        if base is None:
+            raise EnvironmentBroken(
+                f"{image.where}: FROM {image.base}: no base has this name",
+                hint=f"environment.args: {{bases: {{'{image.base}': DIR}}}} or {{base: host}}",
+            )
+        if base == HOST:
+            return None
+        if not (root := Path(base).expanduser()).is_dir():
+            raise EnvironmentBroken(f"the base {base} of {image.base} is no directory")
+        return str(root.resolve())
+
+    def _resolved(self, task: HarborTask, env: Mapping[str, str]) -> dict[str, str]:
+        """A task's variables, with ``${NAME}`` replaced by the recipe's and by defaults."""
+        for name, value in env.items():
+            if missing := unset_in(value, self._variables):
+                raise EnvironmentBroken(
+                    f"{task.directory / TASK_FILE}: env: {name} wants ${{{missing}}}, which "
+                    "nothing gives",
+                    hint=f"environment.args: {{variables: {{{missing}: VALUE}}}}",
+                )
+        return {name: substituted(value, self._variables) for name, value in env.items()}
+
+
+def answered(done: Completed, seconds: float) -> str:
+    """Return what a command has written, with how it ended where that is not a success."""
+    told = [f"timed out after {seconds:g} s"] if done.timed_out else []
+    told += [f"exit status {done.code}"] if done.code and not done.timed_out else []
+    told += [done.note] if done.note else []
+    return done.stdout.rstrip("\n") + (f"\n[{'; '.join(told)}]" if told else "")
+
+
+def _image_of(task: HarborTask) -> Image:
+    """The image of the Dockerfile, or the one that the task names where it has no Dockerfile."""
+    dockerfile = task.environment / "Dockerfile"
+    if task.docker_image and not dockerfile.exists():
+        return Image(str(task.directory / TASK_FILE), task.docker_image)
+    return read_image(task.environment)
+
+
+def _several(given: Sequence[str] | str | None) -> tuple[str, ...] | None:
+    return None if given is None else (given,) if isinstance(given, str) else tuple(given)
