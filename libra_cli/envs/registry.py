@@ -28,10 +28,12 @@ ENVIRONMENTS = PluginGroup(
         "harbor": "libra_cli.envs.harbor.environment:Harbor",
         "minigrid": "libra_cli.envs.gyms.minigrid:MiniGrid",
         "openenv": "libra_cli.envs.adapters.openenv:OpenEnvEpisode",
+        "openspiel": "libra_cli.envs.gyms.openspiel:OpenSpiel",
         "opposites": "libra_cli.envs.opposites:Opposites",
         "pointer-chase": "libra_cli.envs.pointer_chase:PointerChase",
         "reasoning-gym": "libra_cli.envs.gyms.reasoning:ReasoningGym",
         "tau2": "libra_cli.envs.gyms.tau2:Tau2",
+        "textarena": "libra_cli.envs.gyms.textarena:TextArena",
         "textworld": "libra_cli.envs.gyms.textworld:TextWorld",
         "trl": "libra_cli.envs.adapters.trl:TrlEnvironment",
         "verifiers": "libra_cli.envs.adapters.verifiers:VerifiersTasks",
@@ -41,8 +43,10 @@ ENVIRONMENTS = PluginGroup(
 _PACKAGES = {
     "bfcl": "bfcl_eval",
     "minigrid": "minigrid",
+    "openspiel": "pyspiel",
     "reasoning-gym": "reasoning_gym",
     "tau2": "tau2",
+    "textarena": "textarena",
     "textworld": "textworld",
     "verifiers": "verifiers",
 }

@@ -56,7 +56,7 @@ class Algorithm:
                 f"training.advantage: {training.advantage} estimates no advantages by role, and "
                 "the environment has several roles",
                 hint="training: {advantage: grpo}, or any other without a critic "
-                "(libra help players)",
+                "(libra help multi-agent)",
             )
         return estimated_by_role(self.advantage.estimate, groups, training)
 

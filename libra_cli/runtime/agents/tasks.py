@@ -88,7 +88,7 @@ class AgentTasks:
             raise EnvironmentBroken(
                 f"environment {source.name!r} has the roles {', '.join(opening.roles)}, and an "
                 "agent plays none",
-                hint="leave out agent: the policy then plays all of them (libra help players)",
+                hint="leave out agent: the policy then plays all of them (libra help multi-agent)",
             )
         return opening
 

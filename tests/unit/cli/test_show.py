@@ -6,6 +6,7 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -235,3 +236,16 @@ def test_every_trajectory_is_of_the_one_step_that_trained_it(run_dir: Path) -> N
         assert step_to_show(reader, None) == 41
         counted = [len(trained_in(reader, step.step)) for step in reader.steps()]
         assert sum(counted) == reader.trajectory_counts().trained
+
+
+def test_whose_conversation_a_branch_is_stands_over_it(tmp_path: Path) -> None:
+    made = write_played(tmp_path / "runs" / "quickstart-1")
+    (said,) = trajectory(9100, 0).tokens
+    both = (replace(said, number=1), said)
+    with Journal(made) as journal:
+        journal.save(trajectory(9100, 0, tokens=both, roles_json='["buyer", "seller"]'))
+    lines = libra(str(made), "9100.0").splitlines()
+    assert [line for line in lines if "branch" in line] == [
+        "buyer, branch 1 of 2",
+        "seller, branch 2 of 2",
+    ]

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from libra_cli.config.errors import IllegalMove
 from libra_cli.core.actions import End
 from libra_cli.core.events import TurnGenerated
-from libra_cli.core.rollout.turns import append_turn, extend_masked, go_on_at
+from libra_cli.core.rollout.rows import trajectory_record
+from libra_cli.core.rollout.turns import (
+    add_turn,
+    append_turn,
+    earned_by_roles,
+    extend_masked,
+    go_on_at,
+)
 from libra_cli.core.types import (
     BranchPoint,
     Trajectory,
@@ -133,3 +140,32 @@ def test_agents_that_fork_train_every_generated_token_exactly_once(seed):
             assert spans == [[one.version, one.start, one.end] for one in branch.spans]
             assert all(0 <= start <= end <= len(branch.token_ids) for _, start, end in spans)
         assert row.context_tokens == sum(len(branch.token_ids) for branch in row.tokens)
+
+
+def test_each_role_has_its_branch_its_turns_and_its_rewards():
+    trajectory = Trajectory(WHO, role="first")
+    observe(trajectory, 1, 2, 3)
+    say(trajectory, 10, 11)
+    add_turn(trajectory, 2, anchor=0)
+    go_on_at(trajectory, BranchPoint(0, 0))
+    trajectory.role = "second"
+    observe(trajectory, 7)
+    say(trajectory, 20)
+    add_turn(trajectory, 1, anchor=0)
+    earned_by_roles(trajectory, {"first": 0.5})
+    go_on_at(trajectory, BranchPoint(0, 5))
+    assert trajectory.role == "first"
+    observe(trajectory, 4)
+    say(trajectory, 12)
+    add_turn(trajectory, 1, anchor=0)
+    earned_by_roles(trajectory, {"first": 1.0, "second": -1.0})
+    told = [(one.role, one.branch, one.reward) for one in trajectory.turn_rewards]
+    assert told == [("first", 0, 0.5), ("second", 1, -1.0), ("first", 0, 1.0)]
+    row = trajectory_record(trajectory, "finished", ended_at=1.0)
+    assert [one.number for one in row.tokens] == [1, 0]
+    assert json.loads(row.roles_json) == ["second", "first"]
+
+
+def test_without_roles_none_is_written():
+    row = trajectory_record(begun(), "finished", ended_at=1.0)
+    assert json.loads(row.roles_json) == []

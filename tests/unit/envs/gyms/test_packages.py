@@ -8,18 +8,20 @@ import pytest
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs import registry
-from libra_cli.envs.gyms import bfcl, minigrid, reasoning, tau2, textworld
+from libra_cli.envs.gyms import bfcl, minigrid, openspiel, reasoning, tau2, textarena, textworld
 from libra_cli.envs.gyms.packages import drawn
 
 CASES = {
     "bfcl": ("mpmath", {}, bfcl.INSTALL),
     "minigrid": ("minigrid", {}, minigrid.INSTALL),
+    "openspiel": ("pyspiel", {}, openspiel.INSTALL),
     "reasoning-gym": (
         "reasoning_gym.factory",
         {"datasets": ["leg_counting"]},
         reasoning.INSTALL,
     ),
     "tau2": ("tau2", {}, tau2.INSTALL),
+    "textarena": ("textarena", {}, textarena.INSTALL),
     "textworld": ("textworld", {}, textworld.INSTALL),
 }
 
