@@ -11,6 +11,8 @@ from libra_cli.envs.terminal_tasks.families import FAMILIES, make_tasks
 from libra_cli.envs.terminal_tasks.human_eval import task_of
 from libra_cli.envs.terminal_tasks.programs import PROGRAMS, Program
 
+SHIPPED = Path(__file__).parents[3] / "recipes/tasks/terminal"
+
 
 def test_every_made_task_can_be_read(tmp_path: Path) -> None:
     made = make_tasks(tmp_path / "tasks", 2 * len(FAMILIES), seed=0)
@@ -32,6 +34,15 @@ def test_a_seed_makes_the_same_tasks_again_and_another_one_others(tmp_path: Path
     one, other = contents(tmp_path / "one"), contents(tmp_path / "other")
     differs = {path.partition("/")[0] for path in one if other.get(path) != one[path]}
     assert differs == {f"{family}-000" for family in FAMILIES}
+
+
+def test_the_shipped_tasks_are_what_is_made(tmp_path: Path) -> None:
+    make_tasks(tmp_path, len(FAMILIES), seed=0)
+    shipped = contents(SHIPPED)
+    names = {path.partition("/")[0] for path in shipped}
+    assert names == {"git-000", "log-counts-000", "script-000"}
+    made = contents(tmp_path)
+    assert shipped == {path: made[path] for path in made if path.partition("/")[0] in names}
 
 
 def test_tasks_of_a_family_are_of_several_kinds() -> None:
