@@ -15,6 +15,7 @@ from typing import Any
 from tests.benchmarks.figures import FaultKind, Figure
 from tests.gallery.entries import CHECKOUT
 from tests.gallery.watched import Say, run_watched
+from tests.made_page import EntryFailed
 from tests.research.peers.runs import SUCCESS
 
 HOSTS = (1, 3)
@@ -22,10 +23,6 @@ TRAJECTORIES = (512, 2048)
 SEEDS = 2
 LAYERS = 8
 """Of 28 of Qwen3-1.7B: 0.7 billion parameters fit into the memory of a small machine."""
-
-
-class SuiteError(Exception):
-    """The command of a suite failed; the text is the end of what it said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +54,7 @@ def measure(suite: Suite, say: Say) -> Result:
     """Run the command of a suite, and tell now and then what it says.
 
     Raises:
-        SuiteError: it failed, or took too long.
+        EntryFailed: it failed, or took too long.
     """
     out = Path(tempfile.mkdtemp(prefix="libra-benchmark-"))
     words = suite.command.format(out=out).split()
@@ -66,11 +63,11 @@ def measure(suite: Suite, say: Say) -> Result:
     try:
         status = run_watched(command, cwd=CHECKOUT, log=log, errors=errors, say=say)
     except TimeoutError as error:
-        raise SuiteError(f"{error}\nnext: see {out}") from None
+        raise EntryFailed(f"{error}\nnext: see {out}") from None
     said = log.read_text(encoding="utf-8")
     if status not in suite.tolerates:
         end = (said + errors.read_text(encoding="utf-8"))[-1500:]
-        raise SuiteError(f"python -m {' '.join(words)} ended with {status}:\n{end}")
+        raise EntryFailed(f"python -m {' '.join(words)} ended with {status}:\n{end}")
     result = suite.read(said, out)
     if status:
         say(f"  not all is as it should be: see {out}")

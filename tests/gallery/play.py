@@ -20,12 +20,9 @@ from tests.gallery.facts import Examination, Facts, examination, facts_of
 from tests.gallery.fault import Killer, timeline_of
 from tests.gallery.machine import machine
 from tests.gallery.watched import Say, run_watched
+from tests.made_page import EntryFailed
 
 LIBRA = Path(sys.executable).with_name("libra")
-
-
-class GalleryError(Exception):
-    """A command of an entry failed; the text says which, and where its words are."""
 
 
 @dataclass
@@ -58,7 +55,7 @@ class Stage:
         ``meanwhile`` is called every second.
 
         Raises:
-            GalleryError: it failed, or took too long.
+            EntryFailed: it failed, or took too long.
         """
         typed = f"libra {' '.join(shown or arguments)}"
         self.commands.append(typed)
@@ -74,9 +71,9 @@ class Stage:
                 meanwhile=meanwhile,
             )
         except TimeoutError as error:
-            raise GalleryError(f"{typed}: {error}\nnext: tail {log}") from None
+            raise EntryFailed(f"{typed}: {error}\nnext: tail {log}") from None
         if status:
-            raise GalleryError(f"{typed} ended with {status}\nnext: tail {log}")
+            raise EntryFailed(f"{typed} ended with {status}\nnext: tail {log}")
         return time.monotonic() - began
 
 
@@ -84,14 +81,14 @@ def play(entry: Entry, root: Path, say: Say) -> Facts:
     """Run an entry from its beginning; return its facts.
 
     Raises:
-        GalleryError: something failed.
+        EntryFailed: something failed.
     """
     stage = Stage(entry, root, say)
     rmtree(stage.place, ignore_errors=True)
     stage.place.mkdir(parents=True)
     stage.home.mkdir(exist_ok=True)
     if entry.needs and not _home_path(stage, ENTRIES[entry.needs].exports_to).is_dir():
-        raise GalleryError(f"it begins with the model of {entry.needs}\nnext: run that before")
+        raise EntryFailed(f"it begins with the model of {entry.needs}\nnext: run that before")
     models = stage.home / ".libra" / "models"
     there = set(models.glob("*"))
     at, day = machine(), time.strftime("%Y-%m-%d")
@@ -120,7 +117,7 @@ def _finished(stage: Stage) -> LoadedRun:
     runs = [load_run(path.parent) for path in sorted(stage.place.glob("runs/*/libra.db"))]
     finished = [run for run in runs if run.state == "finished"]
     if not finished:
-        raise GalleryError(f"no run in {stage.place} has finished\nnext: libra status there")
+        raise EntryFailed(f"no run in {stage.place} has finished\nnext: libra status there")
     return finished[-1]
 
 

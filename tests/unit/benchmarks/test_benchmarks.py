@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import made_page
 from tests.benchmarks import __main__ as command
 from tests.benchmarks import figures as kept
 from tests.benchmarks.figures import FOLDER, FaultKind, Figure, Measured, Measurement, is_worse
 from tests.benchmarks.page import files, page
-from tests.benchmarks.suites import SUITES, Result, Suite, SuiteError, measure
+from tests.benchmarks.suites import SUITES, Result, Suite, measure
 from tests.gallery.facts import Machine
 from tests.load.__main__ import COLUMNS
+from tests.made_page import EntryFailed, MadePage
 
 MACHINE = Machine(
     cpu="Xeon", cores=2, memory_gib=24, gpus=[], load=0.5, versions={"torch": "2"}, commit="abc"
@@ -153,7 +155,7 @@ def test_peers_are_told_by_contender_and_by_how_many_learned(tmp_path: Path) -> 
 
 def test_a_command_that_fails_says_what_it_said() -> None:
     suite = Suite("none", "None", "tests.no_such_module", lambda stdout, out: Result(), "")
-    with pytest.raises(SuiteError, match="No module named"):
+    with pytest.raises(EntryFailed, match="No module named"):
         measure(suite, lambda text: None)
 
 
@@ -168,17 +170,17 @@ def test_one_that_fails_is_told_and_what_is_fresh_is_left(
     def invented(suite: Suite, say: object) -> Result:
         asked.append(suite.name)
         if suite.name == "load":
-            raise SuiteError("it needs root")
+            raise EntryFailed("it needs root")
         return Result([Figure(what="plan", value=1.0, unit="s")])
 
     monkeypatch.setattr(command, "measure", invented)
-    monkeypatch.setattr(command, "commit", lambda: "abc")
+    monkeypatch.setattr(made_page, "commit", lambda: "abc")
     monkeypatch.setattr(command, "machine", lambda: MACHINE)
-    monkeypatch.setattr(command, "draw", lambda: None)
+    monkeypatch.setattr(MadePage, "draw", lambda self: None)
     monkeypatch.setattr(kept, "path_of", lambda suite, folder=None: tmp_path / f"{suite}.json")
     monkeypatch.setattr(sys, "argv", ["benchmarks", "load", "decisions"])
     for _ in range(2):
         with pytest.raises(SystemExit, match="failed: load"):
-            command.main()
+            command.BENCHMARKS.main()
     assert asked == ["decisions", "load", "load"]
     assert "load: it needs root" in capsys.readouterr().out

@@ -11,13 +11,14 @@ from xml.etree import ElementTree
 import pytest
 from pydantic import ValidationError
 
+from tests import made_page
 from tests.gallery import __main__ as command
 from tests.gallery import facts as kept
 from tests.gallery.entries import CHECKOUT, ENTRIES, RECIPES, Entry
 from tests.gallery.facts import FOLDER, Facts
 from tests.gallery.page import ends, files, needs, page
 from tests.gallery.picture import picture
-from tests.gallery.play import GalleryError
+from tests.made_page import EntryFailed, MadePage
 from tests.played import HOSTILE
 
 LARGEST = 20_000
@@ -142,8 +143,8 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A gallery in a folder of its own, of code that was committed as ``abc``."""
     monkeypatch.setattr(command, "WORK", tmp_path / "work")
     monkeypatch.setattr(command, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(command, "commit", lambda: "abc")
-    monkeypatch.setattr(command, "draw", lambda: None)
+    monkeypatch.setattr(made_page, "commit", lambda: "abc")
+    monkeypatch.setattr(MadePage, "draw", lambda self: None)
     monkeypatch.setattr(kept, "path_of", lambda name, folder=None: tmp_path / f"{name}.json")
     return tmp_path
 
@@ -156,28 +157,28 @@ def test_one_that_fails_is_told_and_does_not_stop_the_others(
     def play(entry: Entry, root: Path, say: object) -> Facts:
         played.append(entry.name)
         if entry.name == "quickstart":
-            raise GalleryError("libra run recipes/quickstart.yaml ended with 1")
+            raise EntryFailed("libra run recipes/quickstart.yaml ended with 1")
         return facts.model_copy(update={"name": entry.name})
 
     monkeypatch.setattr(command, "play", play)
     monkeypatch.setattr(sys, "argv", ["gallery", "agent", "quickstart"])
     with pytest.raises(SystemExit, match="failed: quickstart"):
-        command.main()
+        command.GALLERY.main()
     assert played == ["quickstart", "agent"]
     assert "quickstart: libra run recipes/quickstart.yaml ended with 1" in capsys.readouterr().out
     assert (work / "agent.json").is_file()
 
     with pytest.raises(SystemExit):
-        command.main()
+        command.GALLERY.main()
     assert played == ["quickstart", "agent", "quickstart"], "what is fresh is not run again"
 
 
 def test_facts_of_other_code_are_not_fresh(
     work: Path, facts: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert not command.is_fresh("quickstart")
+    assert not command.GALLERY.is_fresh("quickstart")
     kept.write(facts)
-    assert command.is_fresh("quickstart")
+    assert command.GALLERY.is_fresh("quickstart")
     for now in ("def", "abc+"):
-        monkeypatch.setattr(command, "commit", lambda now=now: now)
-        assert not command.is_fresh("quickstart")
+        monkeypatch.setattr(made_page, "commit", lambda now=now: now)
+        assert not command.GALLERY.is_fresh("quickstart")
