@@ -12,6 +12,7 @@ from libra_cli.config.fields import Count, Positive, Section, one_or_several
 from libra_cli.config.on_resume import ALL_MAY_CHANGE, MAY_CHANGE, fixed
 from libra_cli.config.only_with import not_with, only_with
 from libra_cli.config.problems import Problem
+from libra_cli.config.sandbox import ROOM_S, SandboxSection
 from libra_cli.config.secrets import environment_problems
 
 
@@ -122,10 +123,24 @@ class EnvironmentSpec(Section):
         MAY_CHANGE,
     ] = None
     """Null: in the controller's process, each call in a thread. A number: in processes."""
+    sandbox: SandboxSection | None = None
+    """What its commands run in, for an environment that runs some (``libra help sandboxes``)."""
     mcp: Annotated[tuple[McpServerSpec, ...], listed("url", McpServerSpec)] = ()
     """Servers of more tools: a URL, a mapping with the keys below, or a list of either."""
     secrets: Annotated[dict[str, SecretStr], MAY_CHANGE] = {}
     """NAME: ${VARIABLE} of the controller's environment; the factory gets them as ``secrets``."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield a time of commands that the call would not wait for."""
+        if self.sandbox is None:
+            return
+        seconds = self.sandbox.limits.time_s
+        if seconds + ROOM_S > self.tool_timeout_s:
+            yield Problem(
+                ("tool_timeout_s", "sandbox.limits.time_s"),
+                f"is {self.tool_timeout_s:g} s, and a command of the sandbox may take {seconds:g}: "
+                f"at least {seconds + ROOM_S:g}, so that its end is told",
+            )
 
 
 class EvaluationSpec(Section):

@@ -1,4 +1,4 @@
-"""The protocol of an environment: an object per trajectory, with five members and five more.
+"""The protocol of an environment: an object per trajectory, with five members and some more.
 
 The recipe names a factory: a callable that, given ``environment.args`` as keywords, returns an
 object with ``tools``, ``task``, ``reset``, ``step`` and ``score``. It is found by the entry point
@@ -47,6 +47,8 @@ process. What follows is optional:
     metrics()                     after ``score``: named numbers, shown as ``env/NAME``
     close()                       the episode is over, however it ended
     a parameter ``secrets``       of the factory: gets the recipe's, by name, if it has any
+    a parameter ``sandbox``       of the factory: gets ``envs.sandbox.sandboxes.Sandboxes``, which
+                                  open what the recipe's ``environment.sandbox`` describes
     a parameter ``run_directory`` of the factory: gets the path of the run's directory, in which
                                   the environment may keep files; None outside a run
 

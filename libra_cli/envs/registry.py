@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.envs.protocol import Environment
+from libra_cli.envs.sandbox.sandboxes import Sandboxes
 from libra_cli.plugins import finding
 
 ENVIRONMENTS = PluginGroup(
@@ -32,6 +33,7 @@ ENVIRONMENTS = PluginGroup(
         "opposites": "libra_cli.envs.opposites:Opposites",
         "pointer-chase": "libra_cli.envs.pointer_chase:PointerChase",
         "reasoning-gym": "libra_cli.envs.gyms.reasoning:ReasoningGym",
+        "shell": "libra_cli.envs.shell.environment:ShellTasks",
         "tau2": "libra_cli.envs.gyms.tau2:Tau2",
         "textarena": "libra_cli.envs.gyms.textarena:TextArena",
         "textworld": "libra_cli.envs.gyms.textworld:TextWorld",
@@ -84,16 +86,29 @@ def find(name: str) -> Factory:
 
 
 def maker(
-    name: str, arguments: Mapping[str, Any], run_directory: str | None
+    name: str,
+    arguments: Mapping[str, Any],
+    run_directory: str | None,
+    sandbox: Mapping[str, Any] | None = None,
 ) -> Callable[[], Environment]:
     """Import the factory of an environment, and return what makes one with these arguments.
 
-    A factory with a parameter ``run_directory`` gets that, if it is known.
+    A factory with a parameter ``run_directory`` gets that, if it is known; one with a parameter
+    ``sandbox`` gets ``Sandboxes`` of what the recipe says of them.
 
     Raises:
-        EnvironmentBroken: there is none of this name, or it cannot be imported.
+        EnvironmentBroken: there is none of this name, it cannot be imported, or it takes no
+            sandbox where the recipe has one.
+        SandboxBroken: this host can have no sandbox.
     """
     factory = find(name)
+    if sandbox is not None:
+        if not takes(factory, "sandbox"):
+            raise EnvironmentBroken(
+                f"environment {name!r} runs no commands: it has no parameter sandbox",
+                hint="remove environment.sandbox, or see libra help sandboxes",
+            )
+        arguments = {**arguments, "sandbox": Sandboxes.of(sandbox)}
     if run_directory is not None and takes(factory, "run_directory"):
         arguments = {**arguments, "run_directory": run_directory}
     return partial(make, name, factory, arguments)

@@ -11,6 +11,7 @@ from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.recipe import ModelSpec, Recipe
 from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.registry import ENVIRONMENTS
+from libra_cli.envs.sandbox.sandboxes import Sandboxes
 from libra_cli.plugins.finding import check
 from libra_cli.runtime.agents.episodes import AgentEpisodes
 from libra_cli.runtime.agents.runners import find_function
@@ -24,6 +25,11 @@ from libra_cli.runtime.episodes.workers import OpenOnNode
 from libra_cli.runtime.evaluation.players import EvaluatedEpisodes, evaluation_players
 from libra_cli.runtime.performer import EpisodeSource
 from libra_cli.runtime.store.images import ImageStore
+
+UNGUARDED = (
+    "what the model writes runs on its host as the user of this run, with nothing to stop it "
+    "(environment.sandbox.backend: none)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +69,11 @@ def check_source(recipe: Recipe) -> None:
 def _try_environment(environment: EnvironmentSpec) -> None:
     if environment.workers is None:
         EnvironmentFactory(environment).make()
-    else:  # not in this process, which it might hold up, fill or end
-        check(ENVIRONMENTS, environment.name)
+        return
+    # Not in this process, which it might hold up, fill or end.
+    check(ENVIRONMENTS, environment.name)
+    if environment.sandbox is not None and not environment.workers.nodes:
+        Sandboxes.of(environment.sandbox.model_dump())
 
 
 @asynccontextmanager
@@ -76,6 +85,9 @@ async def open_source(
     Raises:
         LibraError: it cannot be begun, or does not fit the model.
     """
+    for environment in recipe.environment:
+        if environment.sandbox is not None and environment.sandbox.backend == "none":
+            note(f"environment {environment.name}: {UNGUARDED}")
     renderer = _renderer(recipe.model, run_dir, note)
     images = ImageStore(run_dir)
     if recipe.demonstrations:

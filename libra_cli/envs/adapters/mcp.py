@@ -34,6 +34,7 @@ from libra_cli.envs.adapters.mcp_client import McpSession, McpTransport
 from libra_cli.envs.adapters.mcp_http import HttpTransport
 from libra_cli.envs.adapters.mcp_stdio import StdioTransport
 from libra_cli.envs.protocol import Message, Task, ToolCall, ToolSchema
+from libra_cli.envs.sandbox.sandboxes import Sandboxes
 
 _SECRET = re.compile(r"\{(\w+)\}")
 
@@ -67,7 +68,8 @@ class WithMcpTools:
     """The environment ``environment`` of the recipe, made from ``args``, with MCP servers' tools.
 
     ``servers`` have the keys of the recipe's ``environment.mcp``. The other members are that
-    environment's, which gets the ``secrets`` and the ``run_directory`` if it takes them.
+    environment's, which gets the ``secrets``, the ``run_directory`` and the ``sandbox`` if it takes
+    them.
 
     Raises:
         EnvironmentBroken: it cannot be made, or a header or a variable names a secret that
@@ -81,11 +83,13 @@ class WithMcpTools:
         servers: Sequence[Mapping[str, Any]],
         secrets: Mapping[str, str] | None = None,
         run_directory: str | None = None,
+        sandbox: Sandboxes | None = None,
     ) -> None:
         given = dict(args)
         if secrets and registry.takes(registry.find(environment), "secrets"):
             given["secrets"] = secrets
-        self._inner = registry.maker(environment, given, run_directory)()
+        told = None if sandbox is None else sandbox.spec.as_json()
+        self._inner = registry.maker(environment, given, run_directory, told)()
         self._servers = [_with_secrets(McpServer(**one), secrets or {}) for one in servers]
         self._sessions: list[McpSession] = []
         self._places: dict[str, tuple[McpSession, str]] = {}

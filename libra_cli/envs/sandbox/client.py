@@ -116,6 +116,8 @@ class SandboxChannel:
             SandboxBroken: the host cannot have it, with what to do about that as its hint.
         """
         self._owner = os.getpid()
+        self.news = ""
+        """What has happened to all processes of the sandbox, for the next command to tell."""
         program = shutil.which("bwrap") or ""
         if spec.backend == "bubblewrap" and not program:
             raise SandboxBroken("a sandbox needs bubblewrap, and there is no bwrap", hint=INSTALL)
@@ -162,6 +164,7 @@ class SandboxChannel:
             answer, data = receive(call)
         except ConnectionOver as error:
             raise SandboxBroken("the sandbox's server has ended") from error
+        self.news = answer.get("news") or self.news
         if "failed" in answer:
             raise SandboxBroken(f"the sandbox broke: {answer['failed']}", hint=ALLOW)
         if "errno" in answer:

@@ -83,6 +83,7 @@ class Sandbox:
         self.work = channel.work
         """The directory that commands begin in; relative paths are relative to it."""
         self._channel = channel
+        self._shells: list[Shell] = []
 
     def run(
         self,
@@ -99,7 +100,8 @@ class Sandbox:
             SandboxBroken: the sandbox is closed, or its host can do no more.
         """
         told = {"call": "run", **_wanted(command, timeout_s, cwd, env)}
-        return _completed(*self._channel.call(told, stdin))
+        answer, body = self._channel.call(told, stdin)
+        return _completed(self._channel, answer, body)
 
     def write(self, path: str, data: bytes, *, mode: int | None = None) -> None:
         """Make a file or replace what is in it; missing directories are made.
@@ -121,7 +123,17 @@ class Sandbox:
 
     def shell(self, *, cwd: str | None = None, env: Mapping[str, str] | None = None) -> Shell:
         """Return a shell, which is started with its first command."""
-        return Shell(self._channel, _wanted("", None, cwd, env))
+        shell = Shell(self._channel, _wanted("", None, cwd, env))
+        self._shells.append(shell)
+        return shell
+
+    def end_processes(self) -> None:
+        """Kill every process of the sandbox, shells too; files stay. ``none`` ends nothing.
+
+        Raises:
+            SandboxBroken: the sandbox is closed, or its host can do no more.
+        """
+        self._channel.call({"call": "end_processes"})
 
     def snapshot(self) -> Snapshot:
         """Copy the files that the sandbox has written until now; processes are not copied.
@@ -136,6 +148,8 @@ class Sandbox:
 
     def close(self) -> None:
         """End every process of the sandbox, and wait until they and the files are gone."""
+        for shell in self._shells:
+            shell.close()
         self._channel.close()
 
     def __enter__(self) -> Sandbox:
@@ -173,7 +187,7 @@ class Shell:
         self._ended = False
         if answer["ended"]:
             self.close()
-        return _completed(answer, body, *notes)
+        return _completed(self._channel, answer, body, *notes)
 
     def _ask(self, told: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
         if self._call is None:
@@ -213,13 +227,16 @@ def _wanted(
     return {"command": argv, "timeout_s": timeout_s, "cwd": cwd, "env": dict(env or {})}
 
 
-def _completed(answer: Mapping[str, Any], body: bytes, *notes: str) -> Completed:
+def _completed(
+    channel: SandboxChannel, answer: Mapping[str, Any], body: bytes, *notes: str
+) -> Completed:
     size = answer["stdout_bytes"]
+    news, channel.news = channel.news, ""
     return Completed(
         answer["code"],
         body[:size].decode(errors="replace"),
         body[size:].decode(errors="replace"),
         answer["timed_out"],
         answer["truncated"],
-        "; ".join(filter(None, (*notes, answer["note"]))),
+        "; ".join(filter(None, (news, *notes, answer["note"]))),
     )

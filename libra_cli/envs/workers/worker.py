@@ -36,9 +36,12 @@ def maker(hello: Mapping[str, Any]) -> Callable[[], Environment]:
     """Import the environment of a fork server's first frame, and return what makes one.
 
     Raises:
-        EnvironmentBroken: there is none of this name, or it cannot be imported.
+        EnvironmentBroken: there is none of this name, it cannot be imported, or this host lacks
+            what it needs.
     """
-    return registry.maker(hello["name"], hello["arguments"], hello["run_directory"])
+    return registry.maker(
+        hello["name"], hello["arguments"], hello["run_directory"], hello["sandbox"]
+    )
 
 
 def end_with(parent: int) -> None:

@@ -61,7 +61,9 @@ class EnvironmentFactory:
             EnvironmentBroken: there is no such environment.
         """
         directory = str(run_directory) if run_directory else None
-        self._make = registry.maker(factory_of(spec), arguments_of(spec), directory)
+        self._make = registry.maker(
+            factory_of(spec), arguments_of(spec), directory, sandbox_of(spec)
+        )
 
     def make(self) -> Environment:
         """Make a new environment.
@@ -75,6 +77,11 @@ class EnvironmentFactory:
 def factory_of(spec: EnvironmentSpec) -> str:
     """What the environment is made by: its own factory, or the one that adds MCP servers' tools."""
     return WITH_MCP_TOOLS if spec.mcp else spec.name
+
+
+def sandbox_of(spec: EnvironmentSpec) -> dict[str, Any] | None:
+    """What the recipe says of the environment's sandboxes; None if it has none."""
+    return None if spec.sandbox is None else spec.sandbox.model_dump()
 
 
 def arguments_of(spec: EnvironmentSpec) -> dict[str, Any]:
@@ -130,6 +137,7 @@ class EnvironmentSource:
                 factory_of(spec),
                 arguments_of(spec),
                 str(run_directory) if run_directory and not workers.nodes else None,
+                sandbox_of(spec),
                 own_tasks=self._tasks is None,
             )
             self._home = EnvironmentWorkers(hello, workers.nodes, open_on)

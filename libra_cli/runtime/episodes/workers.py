@@ -78,6 +78,8 @@ class WorkersHello:
     """Keyword arguments of the factory, secrets included."""
     run_directory: str | None = None
     """Path of the run's directory, for a factory that takes it; None outside a run."""
+    sandbox: Mapping[str, Any] | None = None
+    """What the recipe says of the environment's sandboxes; None if it has none."""
     own_tasks: bool = True
     """Whether the environment makes its own tasks, so that it must have ``task``."""
 
@@ -91,6 +93,7 @@ class WorkersHello:
             "name": self.name,
             "arguments": dict(self.arguments),
             "run_directory": self.run_directory,
+            "sandbox": self.sandbox,
             "own_tasks": self.own_tasks,
             "grace_s": GRACE_S,
         }

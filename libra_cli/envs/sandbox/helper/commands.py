@@ -14,12 +14,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn
 
 from libra_cli.envs.sandbox.helper import kernel, processes
-from libra_cli.envs.sandbox.helper.place import Enclosure
+from libra_cli.envs.sandbox.helper.place import ALL_ENDED, Enclosure
 
 FLOOD_BYTES = 64 << 20
 """A command that writes more than this is ended; somebody must read all of it."""
 FLOODED = f"it was ended, as it had written more than {FLOOD_BYTES >> 20} MiB"
-ALL_ENDED = "every process of the sandbox has ended; its files are still there"
 _READ = 1 << 16
 _NOT_FOUND = 127
 _ASIDE = 200
@@ -144,7 +143,7 @@ def order(place: Enclosure, told: Mapping[str, Any]) -> Order:
     """Read what a caller wants to be started."""
     command = told["command"]
     argv = ["/bin/sh", "-c", command] if isinstance(command, str) else command
-    cwd = os.path.join(place.work, told.get("cwd") or "")
+    cwd = os.path.join(place.work, told["cwd"]) if told.get("cwd") else place.work
     return Order(argv, cwd, {**place.environment, "PWD": cwd, **(told.get("env") or {})})
 
 
@@ -194,13 +193,22 @@ def _become(place: Enclosure, what: Order, fds: Mapping[int, int], tell: int) ->
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.umask(0o022)
         kernel.limit(place.spec.limits, own_processes=place.closed)
-        os.chdir(what.cwd)
+        _enter_directory(what.cwd, place.work)
         _execute(what)
     except OSError as error:
         name = error.filename or what.argv[0]
         os.write(2, f"{name}: {error.strerror}\n".encode(errors="replace"))
     finally:
         os._exit(code)
+
+
+def _enter_directory(path: str, work: str) -> None:
+    try:
+        os.chdir(path)
+    except FileNotFoundError:
+        if path != work:
+            raise
+        os.chdir("/")  # somebody in the sandbox has removed it, and shall see what that is like
 
 
 def _execute(what: Order) -> None:

@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
 from libra_cli.envs.sandbox.helper import archive, kernel, layout
+from libra_cli.envs.sandbox.helper.watch import Watch
 from libra_cli.envs.sandbox.spec import WORK, SandboxSpec
 
+ALL_ENDED = "every process of the sandbox has ended; its files are still there"
 OPEN_S = 30.0
 """Seconds that bubblewrap may take to start, with the files of a snapshot."""
 KEEPER = 2
@@ -40,6 +42,8 @@ class Enclosure(Protocol):
     """What a sandbox's commands are started in."""
 
     spec: SandboxSpec
+    news: str
+    """What has happened to all processes since the last call; empty if nothing has."""
     closed: bool
     """Whether processes in it see no other's, so that those without a parent are its own."""
     work: str
@@ -56,6 +60,12 @@ class Enclosure(Protocol):
             PlaceFailed: it cannot be started.
         """
 
+    def watch(self) -> bool:
+        """Kill every process if there are too many, or if they have too much memory together.
+
+        It says whether there is anything to be watched.
+        """
+
     def enter(self) -> None:
         """Move this process, which was forked for it, into the place, without any right.
 
@@ -66,8 +76,18 @@ class Enclosure(Protocol):
     def end_processes(self) -> None:
         """Kill every process in it; it has not ended before those are reaped by their parents."""
 
+    @property
+    def ended(self) -> bool:
+        """Whether every process of it is gone."""
+
+    def wait_ended(self) -> None:
+        """Wait until every process of it is gone."""
+
     def settled(self) -> bool:
-        """Say whether it goes on; if something in it has ended it, wait until all of it is gone."""
+        """Say whether it goes on; if something in it has ended it, wait until all of it is gone.
+
+        This process has entered it.
+        """
 
     def pack(self, file: int) -> None:
         """Write its files into an open file; raises OSError. This process must have been forked."""
@@ -103,6 +123,10 @@ class InNamespaces:
         """Descriptors of the user and the mount namespace that hold the files."""
         self._monitor = self._init = self._stdin = -1
         """Descriptors: bubblewrap's process, process 1 of the sandbox, and what keeps it."""
+        self._processes = ""
+        """The directory of the host in which the sandbox's /proc is seen."""
+        self._watch = Watch(spec.limits)
+        self.news = ""
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -132,7 +156,9 @@ class InNamespaces:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 raise PlaceFailed(_rest(errors) or "bubblewrap ended without a word")
-            self._init = os.pidfd_open(json.loads(_rest(info))["child-pid"])
+            init = json.loads(_rest(info))["child-pid"]
+            self._init = os.pidfd_open(init)
+            self._processes = f"/proc/{init}/root/proc"
             if self._namespaces is None:
                 self._namespaces = (_namespace(pid, "user"), _namespace(pid, "mnt"))
         except OSError as error:
@@ -169,11 +195,19 @@ class InNamespaces:
         kernel.setns(mount, kernel.NEW_MOUNT)
 
     def revive(self) -> None:
-        if not _ended(self._init, 0.0):
+        if not self.ended:
             return
         for fd in (self._monitor, self._init, self._stdin):
             os.close(fd)
         self.start()
+        self.news = self.news or ALL_ENDED
+
+    def watch(self) -> bool:
+        why = self._watch.objection(self._processes)
+        if why:
+            self.news = f"{ALL_ENDED} ({why})"
+            self.end_processes()
+        return self._watch.busy
 
     def enter(self) -> None:
         kinds = kernel.EVERY_NAMESPACE
@@ -189,13 +223,20 @@ class InNamespaces:
     def end_processes(self) -> None:
         _kill(self._init)
 
+    @property
+    def ended(self) -> bool:
+        return _ended(self._init, 0.0)
+
+    def wait_ended(self) -> None:
+        _ended(self._init, OPEN_S)
+
     def settled(self) -> bool:
         with contextlib.suppress(OSError), open(f"/proc/{KEEPER}/stat", "rb") as file:
             state = file.read().rpartition(b")")[2].split()[0]
-            if state != b"Z" and not _ended(self._init, 0.0):
+            if state != b"Z" and not self.ended:
                 return True
         self.end_processes()
-        _ended(self._init, OPEN_S)
+        self.wait_ended()
         return False
 
     def pack(self, file: int) -> None:
@@ -220,6 +261,7 @@ class OnHost:
 
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
+        self.news = ""
         self.work = tempfile.mkdtemp(prefix="libra-sandbox-")
 
     @property
@@ -230,10 +272,20 @@ class OnHost:
     def revive(self) -> None:
         return
 
+    def watch(self) -> bool:
+        return False
+
     def enter(self) -> None:
         os.chdir(self.work)
 
     def end_processes(self) -> None:
+        return
+
+    @property
+    def ended(self) -> bool:
+        return False
+
+    def wait_ended(self) -> None:
         return
 
     def settled(self) -> bool:

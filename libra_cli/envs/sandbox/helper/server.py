@@ -28,6 +28,7 @@ from libra_cli.envs.sandbox.spec import SandboxSpec
 NOBODY = 65534
 """The uid and gid of everything that root's sandboxes do, but those without bubblewrap."""
 _FDS = 4
+_WATCH_S = 1.0
 
 
 def main(parent: int, channel: int) -> None:
@@ -62,6 +63,15 @@ def _next(asked: socket.socket, other: int = -1) -> list[int] | None:
     return fds if data else None
 
 
+def _next_watching(asked: socket.socket, place: Enclosure) -> list[int] | None:
+    """Wait for the next call, and look after what the last ones have left running."""
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    while not poll.poll(_WATCH_S * 1000) and place.watch():
+        pass
+    return _next(asked)
+
+
 def _close(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
@@ -92,7 +102,7 @@ def _serve(asked: socket.socket) -> None:
         with contextlib.suppress(ConnectionOver):
             send(caller, {"work": place.work})
     try:
-        while (fds := _next(asked)) is not None:
+        while (fds := _next_watching(asked, place)) is not None:
             _answer(place, asked, fds)
     finally:
         place.close()
@@ -122,6 +132,7 @@ def _answer(place: Enclosure, asked: socket.socket, fds: list[int]) -> None:
     pid = os.fork()
     if pid != 0:
         _close(fds)
+        place.news = ""
         return
     try:
         asked.close()
@@ -140,12 +151,15 @@ def _call(place: Enclosure, caller: socket.socket, fds: list[int], failed: str) 
             told, body = receive(caller)
             answer = _done(place, told, body, caller, fds)
             if answer is not None:
-                send(caller, *answer)
+                send(caller, {"news": place.news, **answer[0]}, answer[1])
         except PlaceFailed as error:
             send(caller, {"failed": str(error)})
         except PlaceEnded:
             send(caller, {"again": True})
         except OSError as error:
+            if place.ended:  # whoever ends all of it keeps others from forking, too
+                send(caller, {"again": True})
+                return
             send(caller, {"errno": error.errno, "error": error.strerror, "path": error.filename})
         except MemoryError:
             send(caller, {"failed": "this host has no memory left"})
@@ -166,6 +180,9 @@ def _done(
             return {}, files.read(place, told)
         case "write":
             files.write(place, told, body)
+        case "end_processes":
+            place.end_processes()
+            place.wait_ended()
         case "snapshot":
             place.pack(fds[0])
         case _:

@@ -18,7 +18,6 @@ from typing import Any
 
 from libra_cli.envs.sandbox.helper import processes
 from libra_cli.envs.sandbox.helper.commands import (
-    ALL_ENDED,
     FLOODED,
     CommandReply,
     Order,
@@ -29,7 +28,7 @@ from libra_cli.envs.sandbox.helper.commands import (
     pump,
     start,
 )
-from libra_cli.envs.sandbox.helper.place import Enclosure
+from libra_cli.envs.sandbox.helper.place import ALL_ENDED, Enclosure
 from libra_cli.envs.sandbox.messages import ConnectionOver, receive, send
 
 _STATUS = 9
@@ -45,7 +44,7 @@ def serve_shell(place: Enclosure, told: Mapping[str, Any], caller: socket.socket
     place.enter()
     shell = _Shell(place, told)
     reply = shell.run(_BEGIN, _BEGIN_S, caller, quoted=False)[0]
-    send(caller, {"ended": reply["ended"]})
+    send(caller, {"ended": reply["ended"], "news": place.news})
     try:
         while not shell.ended:
             lives = shell.wait_for(caller)

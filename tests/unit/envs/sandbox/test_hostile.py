@@ -1,0 +1,238 @@
+"""What a model may try, against the real thing: each costs one call, and nothing outside."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from libra_cli.envs.sandbox.helper.commands import FLOODED
+from libra_cli.envs.sandbox.helper.place import ALL_ENDED
+from libra_cli.envs.sandbox.sandbox import Sandbox
+from tests.sandboxes import needs_sandboxes, opened
+
+pytestmark = needs_sandboxes
+
+LIMITS = {"memory_mb": 256, "processes": 40, "disk_mb": 32, "output_bytes": 4096}
+BOMB = """python3 -c 'import os
+while True:
+    try: os.fork()
+    except OSError: pass'"""
+HOST_FILE = "/etc/shadow"
+
+
+@pytest.fixture
+def sandbox() -> Iterator[Sandbox]:
+    with opened(limits=LIMITS) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Sandbox]:
+    """For what leaves nothing behind, if it is kept in."""
+    with opened(limits=LIMITS) as one:
+        yield one
+
+
+def works(sandbox: Sandbox) -> None:
+    assert sandbox.run("echo works").stdout == "works\n"
+
+
+def test_a_fork_bomb_ends_with_its_command(sandbox: Sandbox) -> None:
+    sandbox.write("kept", b"1")
+    done = sandbox.run(BOMB, timeout_s=0.5)
+    assert done.timed_out
+    works(sandbox)
+    assert sandbox.run("ps axww | grep -c 'os.for[k]'").stdout == "0\n"
+    assert sandbox.read("kept") == b"1"
+
+
+def test_a_bomb_left_behind_ends_soon(sandbox: Sandbox) -> None:
+    sandbox.run(f"{BOMB} >/dev/null 2>&1 &")
+    deadline = time.monotonic() + 20
+    time.sleep(2.5)
+    while "there were" not in (done := sandbox.run("echo works")).note:
+        assert time.monotonic() < deadline
+        time.sleep(2.5)
+    assert done.stdout == "works\n"
+
+
+def test_a_storm_of_zombies_is_reaped(sandbox: Sandbox) -> None:
+    done = sandbox.run(
+        "for i in $(seq 300); do (setsid true &) ; done; sleep 0.2; ps ax | grep -c Z"
+    )
+    assert int(done.stdout) <= 3
+    works(sandbox)
+
+
+def test_nothing_of_the_host_can_be_removed(sandbox: Sandbox) -> None:
+    before = sorted(os.listdir("/usr/bin"))
+    done = sandbox.run("rm -rf --no-preserve-root / 2>/dev/null; ls / | wc -l", timeout_s=1)
+    assert done.timed_out or done.code == 0
+    assert sorted(os.listdir("/usr/bin")) == before
+    works(sandbox)
+
+
+@pytest.mark.parametrize("path", ["big", "/dev/shm/big", "/tmp/big", "/big"])
+def test_a_large_file_is_full_before_the_host_is(sandbox: Sandbox, path: str) -> None:
+    done = sandbox.run(f"head -c 10G /dev/zero > {path}", timeout_s=20)
+    assert done.code != 0
+    size = sandbox.run(f"stat -c %s {path}").stdout.strip()
+    assert int(size) <= 32 << 20
+    assert "rm" not in sandbox.run(f"rm {path}").stderr
+    works(sandbox)
+
+
+def test_many_files_are_too_many_at_last(shared: Sandbox) -> None:
+    done = shared.run(
+        'python3 -c \'import os\nos.mkdir("m")\nfor i in range(10**6): open(f"m/{i}", "w")\'',
+        timeout_s=20,
+    )
+    assert "No space left" in done.stderr
+    shared.run("rm -r m", timeout_s=20)
+
+
+def test_memory_is_bounded(shared: Sandbox) -> None:
+    done = shared.run("python3 -c 'x = bytearray(10 ** 10)'")
+    assert "MemoryError" in done.stderr
+
+
+def test_there_is_no_network(shared: Sandbox) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        connect = f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)"
+        assert "refused" in shared.run(["python3", "-c", connect]).stderr
+    assert "lo" in shared.run("cat /proc/net/dev").stdout
+    assert "eth" not in shared.run("cat /proc/net/dev").stdout
+
+
+def test_abstract_sockets_of_the_host_are_out_of_reach(shared: Sandbox) -> None:
+    name = f"libra-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+        connect = f"import socket\nsocket.socket(socket.AF_UNIX).connect('\\0{name}')"
+        assert "refused" in shared.run(["python3", "-c", connect]).stderr
+
+
+def test_no_process_of_others_can_be_seen_or_killed(shared: Sandbox) -> None:
+    with opened() as other:
+        other.run("sleep 4321 >/dev/null 2>&1 &")
+        assert "4321" not in shared.run("ps axww").stdout
+        shared.run("kill -9 -1; for p in $(seq 3 400); do kill -9 $p; done 2>/dev/null")
+        assert "4321" in other.run("ps axww").stdout
+    assert os.getpid() > 0
+
+
+def test_a_sandbox_that_kills_itself_goes_on_with_its_files(sandbox: Sandbox) -> None:
+    sandbox.write("kept", b"1")
+    shell = sandbox.shell()
+    shell.run("A=1")
+    done = sandbox.run("kill -9 -1; kill -9 2; sleep 5")
+    assert done.note in (ALL_ENDED, "")
+    assert sandbox.read("kept") == b"1"
+    assert shell.run("echo [$A]").stdout == "[]\n"
+
+
+def test_rights_are_none_and_stay_none(shared: Sandbox) -> None:
+    caps = shared.run("grep ^Cap /proc/self/status | cut -f2; grep NoNewPrivs /proc/self/status")
+    assert caps.stdout.split() == ["0" * 16] * 5 + ["NoNewPrivs:", "1"]
+    for command in (
+        "mount -t tmpfs none /tmp",
+        "unshare -U true",
+        "unshare -m true",
+        "chroot / true",
+        "mknod disk b 254 0",
+        "echo 1 > /proc/sys/kernel/panic",
+        "echo b > /proc/sysrq-trigger",
+        "cat /proc/1/environ | grep .",
+        "ls -l /proc/1/fd | grep -e /farm -e socket: -e '/[a-z]*$'",
+        "head -c 1 /proc/kcore",
+        "head -c 1 /dev/mem",
+        "dmesg",
+        "hostname mine",
+        "date -s 2020-01-01",
+        "nice -n -5 true 2>&1 | grep -v denied",
+        "chown 0 /work",
+        "umount /proc",
+        "umount -l /usr",
+    ):
+        assert shared.run(command).code != 0, command
+
+
+def test_process_1_has_nothing_that_others_have_not(shared: Sandbox) -> None:
+    same = "ls -di /proc/1/root/ | cut -d' ' -f1; ls -di / | cut -d' ' -f1"
+    assert len(set(shared.run(same).stdout.split())) == 1
+    assert shared.run("grep ^CapEff /proc/1/status").stdout.split()[1] == "0" * 16
+
+
+def test_there_is_no_terminal_to_write_into(shared: Sandbox) -> None:
+    assert shared.run("echo x > /dev/tty").code != 0
+    push = "import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSTI, b'x')"
+    assert "Error" in shared.run(["python3", "-c", push]).stderr
+
+
+def test_links_lead_nowhere(shared: Sandbox) -> None:
+    assert Path(HOST_FILE).exists()
+    shared.run(f"ln -sf {HOST_FILE} out; ln -sfn / top; ln -sf ../../../../../../etc/shadow up")
+    for path in ("out", "top/etc/shadow", "up", "/proc/1/root/etc/shadow"):
+        with pytest.raises(OSError, match=r"No such file|denied"):
+            shared.read(path)
+    for link in ("self/environ", "self/fd/0", "self/fd/3", "self/mem", "thread-self/environ"):
+        shared.run(["ln", "-sf", f"/proc/{link}", "leak"])
+        with pytest.raises(OSError, match="No such file"):
+            shared.read("leak")
+    shared.run("ln -sfn / way")
+    shared.write("way/written", b"x")
+    assert not Path("/written").exists()
+
+
+def test_a_root_that_is_moved_away_makes_nothing_on_the_host(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    """Bubblewrap would follow links on its way to where it mounts, when it starts again."""
+    victim = tmp_path / "victim"
+    victim.mkdir(mode=0o777)
+    for path in (victim, *victim.parents[:-2]):
+        path.chmod(0o777)
+    sandbox.run(f"mv /etc /gone; ln -s /oldroot{victim} /etc; kill -9 -1; sleep 5")
+    works(sandbox)
+    with pytest.raises(FileNotFoundError):
+        sandbox.read("/etc/none")
+    assert list(victim.iterdir()) == []
+    with_links = sandbox.snapshot()
+    assert with_links.fd >= 0
+
+
+def test_endless_output_is_ended(sandbox: Sandbox) -> None:
+    done = sandbox.run("yes", timeout_s=30)
+    assert not done.timed_out
+    assert done.note == FLOODED
+    assert len(done.stdout) < 5000
+    shell = sandbox.shell()
+    assert shell.run("A=1; yes", timeout_s=30).note == FLOODED
+    assert shell.run("echo $A").stdout == "1\n"
+
+
+def test_escape_sequences_are_only_text(shared: Sandbox) -> None:
+    assert shared.run(r"printf '\033[2J\000\377'").stdout == "\x1b[2J\x00\ufffd"
+
+
+def test_a_shell_cannot_be_told_a_wrong_end(shared: Sandbox) -> None:
+    shell = shared.shell()
+    done = shell.run("echo 2 0 >&9; false")
+    assert done.code == 1
+    done = shell.run("(echo 3 0 >/proc/$$/fd/9); false")
+    assert shell.run("echo next").stdout == "next\n"
+
+
+def test_cpu_is_bounded() -> None:
+    with opened(limits={"cpu_s": 1}) as one:
+        started = time.monotonic()
+        done = one.run("while :; do :; done", timeout_s=30)
+        assert (done.code, done.timed_out) in ((128 + 24, False), (128 + 9, False))
+        assert time.monotonic() - started < 25
