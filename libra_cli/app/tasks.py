@@ -105,13 +105,21 @@ def _check(name: str, make: Callable[[], Harbor]) -> CheckedTask:
     return CheckedTask(name, oracle, noop, said, max(first, second))
 
 
+def _answered(environment: Harbor, *, solved: bool) -> str:
+    """Play all steps of a task, or its only one; return why solutions failed, if they did."""
+    said = environment.solve() if solved else ""
+    while environment.reply("") is not None:
+        said += environment.solve() if solved else ""
+    return said
+
+
 def _played(name: str, make: Callable[[], Harbor], *, solved: bool) -> tuple[float, str, float]:
     """Return the reward, what was said on the way, and the seconds of the longest call."""
     environment, began = make(), time.monotonic()
     try:
         environment.reset({"task": name}, 0)
         ready = time.monotonic()
-        said = environment.solve() if solved else ""
+        said = _answered(environment, solved=solved)
         scoring = time.monotonic()
         reward = environment.score("")
         longest = max(ready - began, time.monotonic() - scoring)

@@ -8,7 +8,6 @@ done, the task's tests are copied in, and what they write is the reward (``libra
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,25 +17,17 @@ from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.gyms.packages import drawn
 from libra_cli.envs.harbor.builder import HOST, Builder
 from libra_cli.envs.harbor.dataset import TaskFilter, TaskSet, Unplayable, read_tasks
-from libra_cli.envs.harbor.dockerfile import substituted, unset_in
+from libra_cli.envs.harbor.episode import BASH, TaskEpisode, resolved
 from libra_cli.envs.harbor.image import Image, read_image
 from libra_cli.envs.harbor.task_file import TASK_FILE, HarborTask
 from libra_cli.envs.harbor.task_sandbox import TaskSandbox
-from libra_cli.envs.harbor.verifier import TestResult, solve, verify
-from libra_cli.envs.protocol import Finished, Message, Task, ToolCall, ToolSchema, function
-from libra_cli.envs.sandbox.sandbox import Completed, Shell
+from libra_cli.envs.protocol import Message, Task, ToolCall, ToolSchema
 from libra_cli.envs.sandbox.spec import SandboxSpec
 
 CACHE = "~/.cache/libra/harbor"
 INSTRUCTIONS = (
     "You work in a shell, in the directory {workdir}. When the task is done, say so without "
     "calling a tool."
-)
-
-BASH = function(
-    "bash",
-    "Run a command in a shell that stays: directory and variables are kept from call to call.",
-    {"command": {"type": "string", "description": "For example: ls -l && cat notes.txt"}},
 )
 
 
@@ -80,11 +71,7 @@ class Harbor:
         self._tasks: TaskSet = read_tasks(
             Path(tasks).expanduser(), chosen, network=self._spec.network, unplayable=unplayable
         )
-        self._task: HarborTask | None = None
-        self._inside: TaskSandbox | None = None
-        self._result = TestResult()
-        self._shell: Shell | None = None
-        self._worked_s = 0.0
+        self._episode: TaskEpisode | None = None
 
     tools: Sequence[ToolSchema] = (BASH,)
 
@@ -104,70 +91,59 @@ class Harbor:
         Raises:
             EnvironmentBroken: there is no such task, or its image cannot be made.
         """
-        self._task = found = self._tasks.named(task.get("task"))
+        found = self._tasks.named(task.get("task"))
         image = _image_of(found)
         spec = self._spec_of(found, image)
-        env = {**image.env, **self._resolved(found, found.env)}
-        workdir = found.workdir or image.workdir
+        env = {**image.env, **resolved(found, found.env, self._variables)}
+        self._workdir = found.workdir or image.workdir
         opened = Builder(self._cache, spec).opened(image, found.build_timeout_s)
-        self._inside = TaskSandbox(opened, workdir, env)
-        self._shell = self._inside.shell()
-        where = INSTRUCTIONS.format(workdir=workdir)
-        return [{"role": "user", "content": f"{found.instruction}\n\n{where}"}]
+        self._episode = TaskEpisode(found, TaskSandbox(opened, self._workdir, env), self._variables)
+        return [self._told()]
 
     def step(self, call: ToolCall) -> str:
-        """Run a command; the episode ends when the agent's time is over.
+        """Run a command; the episode ends when the agent's time is over."""
+        return self._playing.run(str(call.arguments["command"]), self._spec.limits.time_s)
 
-        Raises:
-            Finished: the commands have taken as long as the task allows.
-        """
-        task, _ = self._playing
-        left = (task.agent_timeout_s or math.inf) - self._worked_s
-        if left <= 0 or self._shell is None:
-            raise Finished("The time for this task is over.")
-        began = time.monotonic()
-        seconds = min(left, self._spec.limits.time_s)
-        done = self._shell.run(str(call.arguments["command"]), timeout_s=seconds)
-        self._worked_s += time.monotonic() - began
-        return answered(done, seconds)
+    def reply(self, answer: str) -> list[Message] | None:
+        """Test the step of a task that is in steps, and say what the next one is."""
+        return [self._told()] if self._playing.next_step() else None
 
     def score(self, answer: str) -> float:
         """Copy the tests in, run them, and return what they wrote."""
-        task, inside = self._playing
-        self._result = verify(task, inside, self._resolved(task, task.verifier_env))
-        return self._result.reward(self._reward)
+        return self._playing.finish().reward(self._reward)
 
     def metrics(self) -> Mapping[str, float]:
         """Return whether the tests wrote a reward, and rewards by name where there are several."""
-        several = self._result.rewards if len(self._result.rewards) > 1 else {}
-        return {"verified": float(bool(self._result.rewards)), **several}
+        rewards = self._playing.result.rewards
+        return {"verified": float(bool(rewards)), **(rewards if len(rewards) > 1 else {})}
 
     def solve(self) -> str:
-        """Do what the task's reference solution does, in the model's place.
+        """Do what the reference solution does in the model's place; return why it failed, if so.
 
         Raises:
             EnvironmentBroken: the task has no solution.
         """
-        task, inside = self._playing
-        return solve(task, inside, self._resolved(task, task.solution_env))
+        return self._playing.solve()
 
     @property
     def said(self) -> str:
         """The end of what the tests printed."""
-        return self._result.said
+        return self._playing.result.said
 
     def close(self) -> None:
         """End the sandbox and all that runs in it."""
-        if self._shell is not None:
-            self._shell.close()
-        if self._inside is not None:
-            self._inside.sandbox.close()
+        if self._episode is not None:
+            self._episode.close()
+
+    def _told(self) -> Message:
+        where = INSTRUCTIONS.format(workdir=self._workdir)
+        return {"role": "user", "content": f"{self._playing.instruction}\n\n{where}"}
 
     @property
-    def _playing(self) -> tuple[HarborTask, TaskSandbox]:
-        if self._task is None or self._inside is None:
+    def _playing(self) -> TaskEpisode:
+        if self._episode is None:
             raise EnvironmentBroken("environment 'harbor': nothing is played before reset")
-        return self._task, self._inside
+        return self._episode
 
     def _spec_of(self, task: HarborTask, image: Image) -> SandboxSpec:
         """What the recipe allows, on the task's base, and no more than the task asks for."""
@@ -193,25 +169,6 @@ class Harbor:
         if not (root := Path(base).expanduser()).is_dir():
             raise EnvironmentBroken(f"the base {base} of {image.base} is no directory")
         return str(root.resolve())
-
-    def _resolved(self, task: HarborTask, env: Mapping[str, str]) -> dict[str, str]:
-        """A task's variables, with ``${NAME}`` replaced by the recipe's and by defaults."""
-        for name, value in env.items():
-            if missing := unset_in(value, self._variables):
-                raise EnvironmentBroken(
-                    f"{task.directory / TASK_FILE}: env: {name} wants ${{{missing}}}, which "
-                    "nothing gives",
-                    hint=f"environment.args: {{variables: {{{missing}: VALUE}}}}",
-                )
-        return {name: substituted(value, self._variables) for name, value in env.items()}
-
-
-def answered(done: Completed, seconds: float) -> str:
-    """Return what a command has written, with how it ended where that is not a success."""
-    told = [f"timed out after {seconds:g} s"] if done.timed_out else []
-    told += [f"exit status {done.code}"] if done.code and not done.timed_out else []
-    told += [done.note] if done.note else []
-    return done.stdout.rstrip("\n") + (f"\n[{'; '.join(told)}]" if told else "")
 
 
 def _image_of(task: HarborTask) -> Image:

@@ -4,6 +4,7 @@
     instruction.md     what the model is told
     environment/       the Dockerfile, and the files that it copies
     tests/             test.sh, which writes the reward; the model never sees this directory
+    steps/NAME/        of a task with [[steps]]: instruction.md, tests/ and solution/ of each
     solution/          solve.sh, the reference solution; optional
 
 A key that is not known is left aside and told in ``notes``. What would make another task of it (a
@@ -15,7 +16,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,14 @@ class HarborTask:
     notes: tuple[str, ...]
     """What the task says and is left aside, as ``file:line: reason``."""
     refused: tuple[Refusal, ...]
+    steps: tuple[HarborTask, ...] = ()
+    """The steps of a task in several, each as a task in the same sandbox; empty of any other."""
+    only_final: bool = False
+    """Whether the last step's rewards are the task's, and not the mean of all."""
+    shared_tests: Path | None = None
+    """The whole task's tests, over which those of a step are laid; None of a task that is no step."""
+    min_reward: Mapping[str, float] = field(default_factory=dict)
+    """The rewards by name that a step needs for the next one to begin."""
 
     @property
     def name(self) -> str:
@@ -142,7 +151,7 @@ def read_task(directory: Path) -> HarborTask:
     """
     found = _TaskFile(directory / TASK_FILE)
     settings = found.section("environment")
-    return HarborTask(
+    whole = HarborTask(
         directory=directory,
         instruction=_instruction(directory),
         metadata=found.section("metadata"),
@@ -159,6 +168,50 @@ def read_task(directory: Path) -> HarborTask:
         solution_env=found.variables("solution"),
         notes=tuple(found.notes()),
         refused=tuple(_refused(found, directory)),
+        only_final=found.values.get("multi_step_reward_strategy") == "final",
+    )
+    steps = tuple(_steps(found, whole))
+    refused = whole.refused + tuple(why for step in steps for why in step.refused)
+    return replace(whole, steps=steps, refused=refused)
+
+
+def _steps(found: _TaskFile, whole: HarborTask) -> Iterator[HarborTask]:
+    given = found.values.get("steps", [])
+    if not isinstance(given, list):
+        raise found.wrong("", "steps", "is no list of tables [[steps]]")
+    for table in given:
+        name = table.get("name") if isinstance(table, dict) else None
+        if not isinstance(name, str) or not (whole.directory / "steps" / name).is_dir():
+            raise found.wrong("steps", "name", f"{name!r} is no directory in steps/")
+        yield _step(found, whole, table, whole.directory / "steps" / name)
+
+
+def _step(
+    found: _TaskFile, whole: HarborTask, table: Mapping[str, Any], directory: Path
+) -> HarborTask:
+    """Read a step; what it does not say is as in the whole task."""
+    agent, verifier = table.get("agent", {}), table.get("verifier", {})
+    least = table.get("min_reward", {})
+    shared = whole.tests if whole.tests.is_dir() else None
+    tested = any((tests / "test.sh").is_file() for tests in (directory / "tests", whole.tests))
+    missing = [] if tested else [directory / "tests/test.sh"]
+    missing += [] if (directory / "instruction.md").is_file() else [directory / "instruction.md"]
+    refused = [Refusal(str(path), "is missing", "libra help harbor") for path in missing]
+    if "healthcheck" in table:
+        where = found.where("steps.healthcheck")
+        refused.append(
+            Refusal(where, "healthcheck: nothing is started to wait for", "leave it out")
+        )
+    return replace(
+        whole,
+        directory=directory,
+        instruction=_instruction(directory),
+        agent_timeout_s=agent.get("timeout_sec", whole.agent_timeout_s),
+        verifier_timeout_s=verifier.get("timeout_sec", whole.verifier_timeout_s),
+        verifier_env={**whole.verifier_env, **verifier.get("env", {})},
+        shared_tests=shared,
+        min_reward={"reward": least} if isinstance(least, int | float) else least,
+        refused=tuple(refused),
     )
 
 
@@ -282,7 +335,6 @@ def _refused(found: _TaskFile, directory: Path) -> Iterator[Refusal]:
 _NOTHING: tuple[Any, ...] = (None, False, 0, [], {})
 _ELSEWHERE = "play it with Harbor and Docker (libra help agents)"
 _WANTED: tuple[tuple[str, str, tuple[Any, ...], str, str], ...] = (
-    ("", "steps", _NOTHING, "a task in steps is not played", "make a task of each step"),
     ("environment", "gpus", _NOTHING, "a sandbox has no GPU", _ELSEWHERE),
     ("environment", "tpu", _NOTHING, "a sandbox has no TPU", _ELSEWHERE),
     ("environment", "os", (None, "linux"), "a sandbox runs Linux", _ELSEWHERE),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from libra_cli.config.errors import EnvironmentBroken
@@ -25,7 +25,7 @@ _LAST_WORDS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class TestResult:
+class VerifierResult:
     """What the tests said: rewards by name, none where they wrote none."""
 
     rewards: Mapping[str, float] = field(default_factory=dict)
@@ -48,22 +48,46 @@ class TestResult:
             )
         return self.rewards.get(wanted, next(iter(self.rewards.values())))
 
+    def reaches(self, least: Mapping[str, float]) -> bool:
+        """Say whether rewards are at least these, by name; one that is missing is 0."""
+        return all(self.rewards.get(name, 0.0) >= value for name, value in least.items())
 
-def verify(task: HarborTask, inside: TaskSandbox, variables: Mapping[str, str]) -> TestResult:
+
+def rolled_up(results: Sequence[VerifierResult], *, only_final: bool) -> VerifierResult:
+    """Return the result of a task of the results of its steps: the last one, or the mean.
+
+    A step that was not reached, as one before it had too little, is no part of the mean; a reward
+    that a step does not name counts as 0.
+    """
+    if only_final or len(results) <= 1:
+        return results[-1] if results else VerifierResult()
+    told = [one for one in results if one.rewards]
+    names = dict.fromkeys(name for one in told for name in one.rewards)
+    rewards = {
+        name: sum(one.rewards.get(name, 0.0) for one in told) / len(results) for name in names
+    }
+    said = "\n".join(filter(None, (one.said for one in results)))
+    return VerifierResult(rewards, said, any(one.timed_out for one in results))
+
+
+def verify(task: HarborTask, inside: TaskSandbox, variables: Mapping[str, str]) -> VerifierResult:
     """Copy the tests in, run ``test.sh`` and read what it wrote."""
     inside.run(f"rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS}")
-    inside.put(task.tests, TESTS)
+    for tests in (task.shared_tests, task.tests):
+        if tests is not None and tests.is_dir():
+            inside.put(tests, TESTS)
     script = f"chmod +x {TESTS}/test.sh; {TESTS}/test.sh > {LOGS}/test-stdout.txt 2>&1"
     done = inside.run(script, env=variables, timeout_s=task.verifier_timeout_s)
     words = inside.run(f"tail -c {_LAST_WORDS} {LOGS}/test-stdout.txt").stdout.strip()
+    inside.run(f"rm -rf {TESTS}")  # the next step's agent is not to see them either
     if done.timed_out:
-        return TestResult(
+        return VerifierResult(
             said=f"{words}\n(no end in {task.verifier_timeout_s:g} s)", timed_out=True
         )
     try:
-        return TestResult(_rewards(inside), words)
+        return VerifierResult(_rewards(inside), words)
     except ValueError as error:
-        return TestResult(said=f"{words}\n({error})".strip())
+        return VerifierResult(said=f"{words}\n({error})".strip())
 
 
 def solve(task: HarborTask, inside: TaskSandbox, variables: Mapping[str, str]) -> str:

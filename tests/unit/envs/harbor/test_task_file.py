@@ -98,7 +98,6 @@ def test_unknown_keys_are_told_and_refuse_nothing(tmp_path: Path) -> None:
         ("[[environment.mcp_servers]]\nname = 'x'\n", 1, "mcp_servers: they are not started"),
         ("[verifier]\nenvironment_mode = 'separate'\n", 2, "environment_mode: tests run in the"),
         ("[environment]\nallowed_hosts = ['a.b']\n", 1, "network_mode: a sandbox has the whole"),
-        ("[[steps]]\nname = 'one'\n", 1, "steps: a task in steps is not played"),
     ],
 )
 def test_what_would_be_another_task_is_refused(

@@ -1,0 +1,148 @@
+"""One episode of a task: its steps in a sandbox, one after the other, and what the tests said."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.envs.harbor.dockerfile import substituted, unset_in
+from libra_cli.envs.harbor.task_file import TASK_FILE, HarborTask
+from libra_cli.envs.harbor.task_sandbox import TaskSandbox, said
+from libra_cli.envs.harbor.verifier import VerifierResult, rolled_up, solve, verify
+from libra_cli.envs.protocol import Finished, function
+from libra_cli.envs.sandbox.sandbox import Completed
+
+BASH = function(
+    "bash",
+    "Run a command in a shell that stays: directory and variables are kept from call to call.",
+    {"command": {"type": "string", "description": "For example: ls -l && cat notes.txt"}},
+)
+
+
+class TaskEpisode:
+    """A task that is being played; a task that is not in steps is one step."""
+
+    def __init__(self, task: HarborTask, inside: TaskSandbox, variables: Mapping[str, str]) -> None:
+        """Play a task in a sandbox that has its image's files.
+
+        Raises:
+            EnvironmentBroken: the first step cannot be set up.
+        """
+        self._steps = task.steps or (task,)
+        self._only_final = task.only_final
+        self._inside = inside
+        self._variables = variables
+        self._results: list[VerifierResult] = []
+        self._at = 0
+        self._begin()
+
+    @property
+    def instruction(self) -> str:
+        """What the model is told at the beginning of the present step."""
+        return self._step.instruction
+
+    @property
+    def result(self) -> VerifierResult:
+        """What the tests have said until now."""
+        return rolled_up(self._results, only_final=self._only_final)
+
+    def run(self, command: str, time_s: float) -> str:
+        """Run a command in the shell, and return what the model reads.
+
+        Raises:
+            Finished: the commands have taken as long as the step allows.
+        """
+        left = (self._step.agent_timeout_s or math.inf) - self._worked_s
+        if left <= 0:
+            raise Finished("The time for this task is over.")
+        began = time.monotonic()
+        seconds = min(left, time_s)
+        done = self._shell.run(command, timeout_s=seconds)
+        self._worked_s += time.monotonic() - began
+        return answered(done, seconds)
+
+    def next_step(self) -> bool:
+        """Test the present step, and begin the next one; False if that was the last, or too bad.
+
+        Raises:
+            EnvironmentBroken: the next step cannot be set up.
+        """
+        if self._at + 1 >= len(self._steps):
+            return False
+        if not self._test().reaches(self._step.min_reward):
+            return False
+        self._at += 1
+        self._shell.close()
+        self._begin()
+        return True
+
+    def finish(self) -> VerifierResult:
+        """Test the present step unless that was done, and return the result of the whole task."""
+        if len(self._results) <= self._at:
+            self._test()
+        return self.result
+
+    def solve(self) -> str:
+        """Do what the reference solution of the present step does; return why it failed, if so.
+
+        Raises:
+            EnvironmentBroken: there is no solution.
+        """
+        return solve(self._step, self._inside, self._resolved(self._step.solution_env))
+
+    def close(self) -> None:
+        """End the sandbox and all that runs in it."""
+        self._shell.close()
+        self._inside.sandbox.close()
+
+    @property
+    def _step(self) -> HarborTask:
+        return self._steps[self._at]
+
+    def _begin(self) -> None:
+        """Copy in what a step begins with, and run its setup.sh."""
+        self._worked_s = 0.0
+        self._shell = self._inside.shell()
+        begins_with = self._step.directory / "workdir"
+        if len(self._steps) == 1 or not begins_with.is_dir():
+            return
+        self._inside.put(begins_with, self._inside.workdir)
+        done = self._inside.run("! [ -f setup.sh ] || { bash setup.sh && rm setup.sh; }")
+        if done.code:
+            raise EnvironmentBroken(f"{begins_with / 'setup.sh'}: {said(done) or done.code}")
+
+    def _test(self) -> VerifierResult:
+        env = self._resolved(self._step.verifier_env)
+        self._results.append(verify(self._step, self._inside, env))
+        return self._results[-1]
+
+    def _resolved(self, env: Mapping[str, str]) -> dict[str, str]:
+        return resolved(self._step, env, self._variables)
+
+
+def resolved(
+    task: HarborTask, env: Mapping[str, str], variables: Mapping[str, str]
+) -> dict[str, str]:
+    """Return a task's variables, with ``${NAME}`` replaced by a value that is given, or a default.
+
+    Raises:
+        EnvironmentBroken: a name has neither.
+    """
+    for name, value in env.items():
+        if missing := unset_in(value, variables):
+            raise EnvironmentBroken(
+                f"{task.directory / TASK_FILE}: env: {name} wants ${{{missing}}}, which nothing "
+                "gives",
+                hint=f"environment.args: {{variables: {{{missing}: VALUE}}}}",
+            )
+    return {name: substituted(value, variables) for name, value in env.items()}
+
+
+def answered(done: Completed, seconds: float) -> str:
+    """Return what a command has written, with how it ended where that is not a success."""
+    told = [f"timed out after {seconds:g} s"] if done.timed_out else []
+    told += [f"exit status {done.code}"] if done.code and not done.timed_out else []
+    told += [done.note] if done.note else []
+    return done.stdout.rstrip("\n") + (f"\n[{'; '.join(told)}]" if told else "")
