@@ -17,6 +17,7 @@ from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import EnvironmentBroken, LibraError, RecipeError
 from libra_cli.envs import registry
 from libra_cli.envs.harbor.environment import Harbor
+from libra_cli.runtime.episodes.places import sandbox_of
 from libra_cli.runtime.recipes.loader import load_recipe
 
 SOLVED = 1.0
@@ -60,7 +61,9 @@ def tasks_of(target: Path, base: str | None) -> TaskCheck:
         LibraError: there are none, or they cannot be read.
     """
     spec = _spec_of(target, base)
-    make = registry.maker(spec.name, {**spec.args, "unplayable": "skip"}, None)
+    make = registry.maker(
+        spec.name, {**spec.args, "unplayable": "skip"}, None, sandbox_of(spec) or {}
+    )
     environment = make()
     if not isinstance(environment, Harbor):
         raise LibraError(f"environment {spec.name!r} is none of Harbor's tasks")

@@ -11,18 +11,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.gyms.packages import drawn
 from libra_cli.envs.harbor.builder import HOST, Builder
 from libra_cli.envs.harbor.dataset import TaskFilter, TaskSet, Unplayable, read_tasks
-from libra_cli.envs.harbor.episode import BASH, TaskEpisode, resolved
+from libra_cli.envs.harbor.episode import TOOLS, TaskEpisode, resolved
 from libra_cli.envs.harbor.image import Image, read_image
 from libra_cli.envs.harbor.task_file import TASK_FILE, HarborTask
 from libra_cli.envs.harbor.task_sandbox import TaskSandbox
 from libra_cli.envs.protocol import Message, Task, ToolCall, ToolSchema
+from libra_cli.envs.sandbox.sandboxes import Sandboxes
 from libra_cli.envs.sandbox.spec import SandboxSpec
+from libra_cli.envs.shell.tools import SCHEMAS
 
 CACHE = "~/.cache/libra/harbor"
 INSTRUCTIONS = (
@@ -38,7 +39,9 @@ class Harbor:
     or a directory with the root of an unpacked image; ``bases`` names one for each FROM instead.
     ``names``, ``difficulty`` and ``category`` choose tasks; ``unplayable: skip`` leaves out those
     that cannot be played. ``reward`` is the name of the reward, where tests write several.
-    ``variables`` are what a task's ``${NAME}`` stand for. ``cache`` is where images are kept.
+    ``variables`` are what a task's ``${NAME}`` stand for. With
+    ``keep_processes`` what the model has left running goes on while the tests run, for tasks that
+    want a server. ``cache`` is where images are kept.
 
     A command may take the sandbox's ``limits.time_s``, and all of them together the agent's time of
     the task, in which the model's own time does not count.
@@ -51,7 +54,7 @@ class Harbor:
         self,
         tasks: str,
         *,
-        sandbox: Any = None,
+        sandbox: Sandboxes | None = None,
         base: str | None = None,
         bases: Mapping[str, str] | None = None,
         names: Sequence[str] | str | None = None,
@@ -60,12 +63,14 @@ class Harbor:
         unplayable: Unplayable = "error",
         reward: str = "reward",
         variables: Mapping[str, str] | None = None,
+        keep_processes: bool = False,
         cache: str = CACHE,
     ) -> None:
-        self._spec: SandboxSpec = SandboxSpec() if sandbox is None else sandbox.spec
+        self._spec = (sandbox or Sandboxes.of({})).spec
         self._base, self._bases = base, dict(bases or {})
         self._cache = Path(cache).expanduser()
         self._reward = reward
+        self._keep_processes = keep_processes
         self._variables = dict(variables or {})
         chosen = TaskFilter(_several(names), _several(difficulty), _several(category))
         self._tasks: TaskSet = read_tasks(
@@ -73,7 +78,7 @@ class Harbor:
         )
         self._episode: TaskEpisode | None = None
 
-    tools: Sequence[ToolSchema] = (BASH,)
+    tools: Sequence[ToolSchema] = tuple(SCHEMAS[name] for name in TOOLS)
 
     @property
     def tasks_played(self) -> TaskSet:
@@ -97,12 +102,15 @@ class Harbor:
         env = {**image.env, **resolved(found, found.env, self._variables)}
         self._workdir = found.workdir or image.workdir
         opened = Builder(self._cache, spec).opened(image, found.build_timeout_s)
-        self._episode = TaskEpisode(found, TaskSandbox(opened, self._workdir, env), self._variables)
+        inside = TaskSandbox(opened, self._workdir, env)
+        self._episode = TaskEpisode(
+            found, inside, self._variables, keep_processes=self._keep_processes
+        )
         return [self._told()]
 
     def step(self, call: ToolCall) -> str:
-        """Run a command; the episode ends when the agent's time is over."""
-        return self._playing.run(str(call.arguments["command"]), self._spec.limits.time_s)
+        """Do what the model asks for; the episode ends when the agent's time is over."""
+        return self._playing.call(call)
 
     def reply(self, answer: str) -> list[Message] | None:
         """Test the step of a task that is in steps, and say what the next one is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import posixpath
 import time
 from collections.abc import Mapping
 
@@ -11,20 +12,24 @@ from libra_cli.envs.harbor.dockerfile import substituted, unset_in
 from libra_cli.envs.harbor.task_file import TASK_FILE, HarborTask
 from libra_cli.envs.harbor.task_sandbox import TaskSandbox, said
 from libra_cli.envs.harbor.verifier import VerifierResult, rolled_up, solve, verify
-from libra_cli.envs.protocol import Finished, function
-from libra_cli.envs.sandbox.sandbox import Completed
+from libra_cli.envs.protocol import Finished, ToolCall
+from libra_cli.envs.shell.tools import SandboxTools
 
-BASH = function(
-    "bash",
-    "Run a command in a shell that stays: directory and variables are kept from call to call.",
-    {"command": {"type": "string", "description": "For example: ls -l && cat notes.txt"}},
-)
+TOOLS = ("bash", "editor")
+"""The tools of ``envs.shell.tools`` that a model has."""
 
 
 class TaskEpisode:
     """A task that is being played; a task that is not in steps is one step."""
 
-    def __init__(self, task: HarborTask, inside: TaskSandbox, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        task: HarborTask,
+        inside: TaskSandbox,
+        variables: Mapping[str, str],
+        *,
+        keep_processes: bool,
+    ) -> None:
         """Play a task in a sandbox that has its image's files.
 
         Raises:
@@ -34,6 +39,7 @@ class TaskEpisode:
         self._only_final = task.only_final
         self._inside = inside
         self._variables = variables
+        self._keep_processes = keep_processes
         self._results: list[VerifierResult] = []
         self._at = 0
         self._begin()
@@ -48,20 +54,27 @@ class TaskEpisode:
         """What the tests have said until now."""
         return rolled_up(self._results, only_final=self._only_final)
 
-    def run(self, command: str, time_s: float) -> str:
-        """Run a command in the shell, and return what the model reads.
+    def call(self, call: ToolCall) -> str:
+        """Do what the model asks for, and return what it reads.
 
         Raises:
-            Finished: the commands have taken as long as the step allows.
+            Finished: the calls have taken as long as the step allows.
+            ToolFailed: the model should read the message instead.
         """
         left = (self._step.agent_timeout_s or math.inf) - self._worked_s
         if left <= 0:
             raise Finished("The time for this task is over.")
+        sandbox = self._inside.sandbox
+        seconds = min(left, sandbox.spec.limits.time_s)
+        tools = SandboxTools(sandbox, TOOLS, timeout_s=seconds, shell=self._shell)
+        if "path" in call.arguments:
+            path = posixpath.join(self._inside.workdir, str(call.arguments["path"]))
+            call = ToolCall(call.name, {**call.arguments, "path": path})
         began = time.monotonic()
-        seconds = min(left, time_s)
-        done = self._shell.run(command, timeout_s=seconds)
-        self._worked_s += time.monotonic() - began
-        return answered(done, seconds)
+        try:
+            return tools.step(call)
+        finally:
+            self._worked_s += time.monotonic() - began
 
     def next_step(self) -> bool:
         """Test the present step, and begin the next one; False if that was the last, or too bad.
@@ -114,6 +127,8 @@ class TaskEpisode:
             raise EnvironmentBroken(f"{begins_with / 'setup.sh'}: {said(done) or done.code}")
 
     def _test(self) -> VerifierResult:
+        if not self._keep_processes:
+            self._inside.sandbox.end_processes()
         env = self._resolved(self._step.verifier_env)
         self._results.append(verify(self._step, self._inside, env))
         return self._results[-1]
@@ -138,11 +153,3 @@ def resolved(
                 hint=f"environment.args: {{variables: {{{missing}: VALUE}}}}",
             )
     return {name: substituted(value, variables) for name, value in env.items()}
-
-
-def answered(done: Completed, seconds: float) -> str:
-    """Return what a command has written, with how it ended where that is not a success."""
-    told = [f"timed out after {seconds:g} s"] if done.timed_out else []
-    told += [f"exit status {done.code}"] if done.code and not done.timed_out else []
-    told += [done.note] if done.note else []
-    return done.stdout.rstrip("\n") + (f"\n[{'; '.join(told)}]" if told else "")

@@ -122,7 +122,8 @@ class HarborTask:
     only_final: bool = False
     """Whether the last step's rewards are the task's, and not the mean of all."""
     shared_tests: Path | None = None
-    """The whole task's tests, over which those of a step are laid; None of a task that is no step."""
+    """The whole task's tests, over which those of a step are laid; None if it
+    is no step."""
     min_reward: Mapping[str, float] = field(default_factory=dict)
     """The rewards by name that a step needs for the next one to begin."""
 

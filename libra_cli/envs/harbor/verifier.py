@@ -1,7 +1,6 @@
 """Runs what a task brings in its sandbox: the tests, which write the reward, and the solution.
 
-The tests are copied into the sandbox once the agent's part is over, and not before. They run in the
-same sandbox, and a process that the agent left behind goes on, as some tasks ask for just that.
+The tests are copied into the sandbox once the agent's part is over, and not before.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ EDITOR = function(
     },
     required=["command", "path"],
 )
+SCHEMAS = {"bash": BASH, "python": PYTHON, "editor": EDITOR}
+"""The schemas of all tools by name."""
 PYTHONS = ("python3", "python")
 _VIEW_BYTES = 1 << 20
 

@@ -77,6 +77,7 @@ def test_an_image_that_cannot_be_made_fails_its_task_alone(tmp_path: Path) -> No
     assert "Dockerfile:3: RUN exit 3: exit status 3" in checked.output
 
 
+@needs_sandboxes
 def test_a_base_is_asked_for(tmp_path: Path) -> None:
     write_task(tmp_path / "one", task("Do it.", "true", "pass"))
     checked = libra("check", tmp_path)

@@ -7,14 +7,14 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.harbor.environment import Harbor
-from libra_cli.envs.protocol import Finished, ToolCall
+from libra_cli.envs.protocol import Finished, ToolCall, ToolFailed
+from libra_cli.envs.sandbox.sandboxes import Sandboxes
 from libra_cli.envs.sandbox.spec import SandboxLimits, SandboxSpec
 from tests.sandboxes import needs_sandboxes
 
@@ -59,7 +59,11 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 
 def bash(environment: Harbor, command: str) -> str:
-    return environment.step(ToolCall("bash", {"command": command}))
+    return environment.step(ToolCall("bash", {"command": command})).rstrip("\n")
+
+
+def edit(environment: Harbor, **arguments: str) -> str:
+    return environment.step(ToolCall("editor", arguments))
 
 
 def test_an_episode_is_scored_by_tests_that_it_has_not_seen(begin: Begin) -> None:
@@ -67,8 +71,8 @@ def test_an_episode_is_scored_by_tests_that_it_has_not_seen(begin: Begin) -> Non
     assert bash(environment, "pwd; cat notes.txt") == "/app\nnotes"
     seen = bash(environment, "ls -d /tests/* /solution /logs/verifier/*")
     assert "test.sh" not in seen
-    assert "[exit status 2]" in seen
-    assert bash(environment, "cd /; WORD=yes") == ""
+    assert "[exit code 2]" in seen
+    assert bash(environment, "cd /; WORD=yes") == "(no output)"
     assert bash(environment, "pwd; echo $WORD > /app/done.txt") == "/"
     assert environment.score("I am done.") == 1.0
     assert environment.metrics() == {"verified": 1.0}
@@ -90,16 +94,39 @@ def test_the_task_is_what_the_model_reads_first(begin: Begin, tmp_path: Path) ->
     assert "/app" in message["content"]
 
 
+def test_files_are_edited_from_where_the_task_begins(begin: Begin) -> None:
+    environment = begin()
+    assert [tool["function"]["name"] for tool in environment.tools] == ["bash", "editor"]
+    assert edit(environment, command="view", path="notes.txt") == "     1  notes"
+    edit(environment, command="create", path="/app/done.txt", text="no\n")
+    edit(environment, command="str_replace", path="done.txt", old="no", new="yes")
+    with pytest.raises(ToolFailed, match="No such file"):
+        edit(environment, command="view", path="nothing.txt")
+    assert environment.score("") == 1.0
+
+
+LATER = "(sleep 0.2; echo yes > /app/done.txt) > /dev/null 2>&1 &"
+
+
+@pytest.mark.parametrize(("keep_processes", "reward"), [(False, 0.0), (True, 1.0)])
+def test_what_was_left_running_ends_before_the_tests(
+    begin: Begin, keep_processes: bool, reward: float
+) -> None:
+    environment = begin(test=f"sleep 1\n{TEST}", keep_processes=keep_processes)
+    bash(environment, LATER)
+    assert environment.score("") == reward
+
+
 def test_a_command_that_hangs_costs_its_time_and_not_the_shell(begin: Begin) -> None:
-    sandbox = SimpleNamespace(spec=SandboxSpec(limits=SandboxLimits(time_s=0.3)))
+    sandbox = Sandboxes(SandboxSpec(limits=SandboxLimits(time_s=0.3)))
     environment = begin(sandbox=sandbox)
-    assert "timed out after 0.3 s" in bash(environment, "A=1; sleep 60")
+    assert "its time was over" in bash(environment, "A=1; sleep 60")
     assert bash(environment, "echo $A") == "1"
 
 
 def test_commands_together_take_no_longer_than_the_task_allows(begin: Begin) -> None:
     environment = begin(settings=f"{SETTINGS}[agent]\ntimeout_sec = 0.4\n")
-    assert "timed out" in bash(environment, "sleep 60")
+    assert "its time was over" in bash(environment, "sleep 60")
     with pytest.raises(Finished, match="time for this task is over"):
         bash(environment, "echo more")
     assert environment.score("") == 0.0

@@ -120,7 +120,7 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 
 
 def bash(environment: Harbor, command: str) -> str:
-    return environment.step(ToolCall("bash", {"command": command}))
+    return environment.step(ToolCall("bash", {"command": command})).rstrip("\n")
 
 
 @needs_sandboxes
@@ -132,7 +132,7 @@ def test_steps_are_played_one_after_the_other_in_one_sandbox(begin: Begin) -> No
     (message,) = told
     assert message["content"].startswith("Write second.")
     assert bash(environment, "cat state ready; ls -d /tests setup.sh 2> /dev/null") == (
-        "first\nset up\n[exit status 2]"
+        "first\nset up\n[exit code 2]"
     )
     assert environment.reply("Done again.") is None
     assert environment.score("Done again.") == 0.5
