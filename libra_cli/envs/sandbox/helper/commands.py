@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 from libra_cli.envs.sandbox.helper import kernel, processes
 from libra_cli.envs.sandbox.helper.place import ALL_ENDED, Enclosure
@@ -21,7 +21,6 @@ FLOOD_BYTES = 64 << 20
 FLOODED = f"it was ended, as it had written more than {FLOOD_BYTES >> 20} MiB"
 _READ = 1 << 16
 _NOT_FOUND = 127
-_ASIDE = 200
 Why = Literal["ready", "timeout", "flood", "abandoned"]
 
 
@@ -68,16 +67,25 @@ class Order:
 class Running:
     """A command that was started; its descriptors are of this process."""
 
-    pid: int
-    """The process's number here."""
-    within: int
-    """The process's number in the sandbox."""
+    child: subprocess.Popen[bytes]
     pidfd: int
     stdin: int
+    proc: int
+    """The directory /proc of the host, from before this process entered the sandbox."""
     outputs: dict[int, Output] = field(default_factory=dict)
     """What was read, by the descriptors that are still open."""
     status: int = -1
     """What only this process reads from, not the reader of its output; -1 if there is none."""
+
+    @property
+    def within(self) -> int:
+        """The process's number in the sandbox; 0 if the host does not tell."""
+        with contextlib.suppress(OSError):
+            fd = os.open(f"{self.child.pid}/status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc)
+            with os.fdopen(fd, "rb") as file:
+                numbers = [line.split() for line in file if line.startswith(b"NSpid:")]
+            return int(numbers[0][-1])
+        return 0
 
     @property
     def written(self) -> int:
@@ -86,13 +94,8 @@ class Running:
 
     def exit_code(self) -> int:
         """Reap it, once it has ended; of one that a signal has ended 128 and the signal."""
-        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        code = self.child.wait()
         return code if code >= 0 else 128 - code
-
-    def close(self) -> None:
-        for fd in (self.pidfd, self.stdin, self.status, *self.outputs):
-            if fd >= 0:
-                os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +117,13 @@ def run(
     """Run a command to its end, or until its time is over; returns a reply and its bytes."""
     limits = place.spec.limits
     since = processes.now_in_ticks()
-    place.enter()
+    proc = enter(place)
     out, err = Output(limits.output_bytes), Output(limits.output_bytes)
-    running = start(place, order(place, told), out, err)
+    try:
+        running = start(proc, order(place, told), out, err)
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}\n".encode(errors="replace")
+        return asdict(CommandReply(_NOT_FOUND, 0)), said
     feeding = Feeding(running.stdin, stdin)
     running.stdin = -1
     seconds = told.get("timeout_s") or limits.time_s
@@ -143,92 +150,57 @@ def order(place: Enclosure, told: Mapping[str, Any]) -> Order:
     """Read what a caller wants to be started."""
     command = told["command"]
     argv = ["/bin/sh", "-c", command] if isinstance(command, str) else command
-    cwd = os.path.join(place.work, told["cwd"]) if told.get("cwd") else place.work
+    cwd = os.path.join(place.work, told.get("cwd") or "").rstrip("/") or "/"
+    if cwd == place.work and not os.path.isdir(cwd):
+        cwd = "/"  # somebody in the sandbox has removed it, and shall see what that is like
     return Order(argv, cwd, {**place.environment, "PWD": cwd, **(told.get("env") or {})})
 
 
-def start(
-    place: Enclosure, what: Order, out: Output, err: Output | None, status: int = -1
-) -> Running:
-    """Start a command in the place that this process has entered; without ``err`` both are one.
+def enter(place: Enclosure) -> int:
+    """Move this process into a place for good, with its limits; returns the host's /proc.
 
-    Of its descriptors 0, 1 and 2 are open, and ``status``, if it is given, to be read from here.
+    Raises:
+        PlaceEnded: all processes of the place have been killed.
+    """
+    proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    place.enter()
+    # What it starts has them from it: so nothing of this process is copied to set them there.
+    kernel.limit(place.spec.limits, own_processes=place.closed)
+    # Of a terminal, for the whole of its group; a handler is not passed on.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    return proc
+
+
+def start(proc: int, what: Order, out: Output, err: Output | None) -> Running:
+    """Start a command in the place that this process has entered.
+
+    Without ``err`` its descriptor 2 is for this process, as ``Running.status``.
+
+    Raises:
+        OSError: it cannot be started.
     """
     stdin, fed = os.pipe()
     stdout, said = os.pipe()
-    stderr, wrong = os.pipe() if err is not None else (-1, said)
-    told, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        fds = {0: stdin, 1: said, 2: wrong} | ({status: tell} if status >= 0 else {})
-        _become(place, what, fds, tell)
-    for fd in {stdin, said, wrong, tell}:
-        os.close(fd)
-    within = int(os.read(told, 16) or b"0")
-    outputs = {stdout: out} | ({stderr: err} if err is not None else {})
-    for fd in (fed, *outputs):
-        os.set_blocking(fd, False)
-    running = Running(pid, within, os.pidfd_open(pid), fed, outputs)
-    if status >= 0:
-        os.set_blocking(told, False)
-        running.status = told
-    else:
-        os.close(told)
-    return running
-
-
-def _become(place: Enclosure, what: Order, fds: Mapping[int, int], tell: int) -> NoReturn:
-    """Become the command, in a session of its own."""
-    code = _NOT_FOUND
+    stderr, wrong = os.pipe()
     try:
-        os.write(tell, b"%16d" % os.getpid())
-        os.setsid()
-        # First out of the way of the numbers that they shall have.
-        aside = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, _ASIDE) for number, fd in fds.items()}
-        for number, fd in aside.items():
-            os.dup2(fd, number)
-        for first, last in _between(sorted(fds)):
-            os.closerange(first, last)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.umask(0o022)
-        kernel.limit(place.spec.limits, own_processes=place.closed)
-        _enter_directory(what.cwd, place.work)
-        _execute(what)
-    except OSError as error:
-        name = error.filename or what.argv[0]
-        os.write(2, f"{name}: {error.strerror}\n".encode(errors="replace"))
+        child = subprocess.Popen(
+            what.argv,
+            stdin=stdin,
+            stdout=said,
+            stderr=wrong,
+            cwd=what.cwd,
+            env=what.env,
+            start_new_session=True,
+            umask=0o022,
+        )
     finally:
-        os._exit(code)
-
-
-def _enter_directory(path: str, work: str) -> None:
-    try:
-        os.chdir(path)
-    except FileNotFoundError:
-        if path != work:
-            raise
-        os.chdir("/")  # somebody in the sandbox has removed it, and shall see what that is like
-
-
-def _execute(what: Order) -> None:
-    argv = list(what.argv)
-    program = argv[0]
-    path = what.env.get("PATH", "") if "/" not in program else ""
-    tried = [f"{place}/{program}" for place in path.split(":")] if path else [program]
-    for one in tried[:-1]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            os.execve(one, argv, dict(what.env))
-    try:
-        os.execve(tried[-1], argv, dict(what.env))
-    except OSError as error:
-        raise OSError(error.errno, os.strerror(error.errno or 0), program) from error
-
-
-def _between(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """The ranges of descriptors between and after these, each without its end."""
-    ends = [*numbers[1:], 1 << 20]
-    return [(one + 1, end) for one, end in zip(numbers, ends, strict=True)]
+        for fd in (stdin, said, wrong):
+            os.close(fd)
+    for fd in (fed, stdout, stderr):
+        os.set_blocking(fd, False)
+    outputs = {stdout: out} if err is None else {stdout: out, stderr: err}
+    status = stderr if err is None else -1
+    return Running(child, os.pidfd_open(child.pid), fed, proc, outputs, status)
 
 
 class Feeding:
@@ -308,5 +280,6 @@ def drain(running: Running) -> None:
 
 def end(place: Enclosure, running: Running, since: int) -> None:
     """Kill all that a command has started; if there is no end of it, everything in the place."""
-    if not processes.end_all(place, running.within, since):
+    root = running.within
+    if not root or not processes.end_all(place, root, since):
         place.end_processes()

@@ -53,7 +53,10 @@ def interrupt(place: Enclosure, root: int, since: int) -> None:
 
 def _within(do: Callable[[], int]) -> int:
     """Do something in a process that is forked into the sandbox; returns its exit code."""
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:  # they have all the processes that there may be
+        return 2
     if pid == 0:
         code = 2
         try:

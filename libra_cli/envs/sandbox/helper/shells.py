@@ -24,6 +24,7 @@ from libra_cli.envs.sandbox.helper.commands import (
     Output,
     drain,
     end,
+    enter,
     order,
     pump,
     start,
@@ -41,8 +42,7 @@ _TIMED_OUT = 130
 
 def serve_shell(place: Enclosure, told: Mapping[str, Any], caller: socket.socket) -> None:
     """Start a shell, and run what its caller sends until either of the two ends."""
-    place.enter()
-    shell = _Shell(place, told)
+    shell = _Shell(place, enter(place), told)
     reply = shell.run(_BEGIN, _BEGIN_S, caller, quoted=False)[0]
     send(caller, {"ended": reply["ended"], "news": place.news})
     try:
@@ -61,14 +61,16 @@ def serve_shell(place: Enclosure, told: Mapping[str, Any], caller: socket.socket
 
 
 class _Shell:
-    def __init__(self, place: Enclosure, told: Mapping[str, Any]) -> None:
+    def __init__(self, place: Enclosure, proc: int, told: Mapping[str, Any]) -> None:
         self._place = place
         bash = next((path for path in _PROGRAMS if os.path.exists(path)), "")
         argv = [bash, "--noprofile", "--norc", "--noediting", "-i"] if bash else ["/bin/sh", "-i"]
-        wanted = order(place, {**told, "command": argv})
+        # One output, and what was the other is for the ends of commands.
+        wrapped = ["/bin/sh", "-c", f'exec {_STATUS}>&2 2>&1; exec "$@"', "sh", *argv]
+        wanted = order(place, {**told, "command": wrapped})
         env = {**wanted.env, "PS1": "", "PS2": ""}
         self._begun = processes.now_in_ticks()
-        self._running = start(place, Order(argv, wanted.cwd, env), Output(1), None, status=_STATUS)
+        self._running = start(proc, Order(wrapped, wanted.cwd, env), Output(1), None)
         (self._stdout,) = self._running.outputs
         self._number = 0
         self._told = b""
