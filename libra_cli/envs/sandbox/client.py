@@ -27,6 +27,8 @@ ALLOW = (
     "as root: sysctl -w kernel.unprivileged_userns_clone=1 user.max_user_namespaces=100000 "
     "kernel.apparmor_restrict_unprivileged_userns=0 (those that this host knows)"
 )
+_REFUSALS = ("not permitted", "namespace", "permission denied", "unshare", "no space left")
+"""Words by which a host is known that allows no namespaces, or no more of them."""
 _MODULE = "libra_cli.envs.sandbox.helper.server"
 _CLOSE_S = 60.0
 _ATTEMPTS, _PAUSE_S = 20, 0.05
@@ -166,7 +168,9 @@ class SandboxChannel:
             raise SandboxBroken("the sandbox's server has ended") from error
         self.news = answer.get("news") or self.news
         if "failed" in answer:
-            raise SandboxBroken(f"the sandbox broke: {answer['failed']}", hint=ALLOW)
+            why = str(answer["failed"])
+            refused = any(word in why.lower() for word in _REFUSALS)
+            raise SandboxBroken(f"the sandbox broke: {why}", hint=ALLOW if refused else "")
         if "errno" in answer:
             raise OSError(answer["errno"], answer["error"], answer["path"])
         return answer, data

@@ -101,6 +101,13 @@ def test_memory_is_bounded(shared: Sandbox) -> None:
     assert "MemoryError" in done.stderr
 
 
+def test_memory_of_all_processes_together_is_bounded(sandbox: Sandbox) -> None:
+    hog = "python3 -c 'x = b\"1\" * (100 << 20); import time; time.sleep(60)'"
+    done = sandbox.run(f"{hog} & {hog} & {hog} & {hog}", timeout_s=20)
+    assert (done.code, done.timed_out) == (137, False)
+    assert "MiB together, of at most 256" in sandbox.run("echo works").note
+
+
 def test_there_is_no_network(shared: Sandbox) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
