@@ -30,7 +30,7 @@ def menu() -> Iterator[dict[str, list[str] | str]]:
     yield {"libra": "index.md"}
     table = (HELP / "start.md").read_text(encoding="utf-8").partition("\n## All pages\n")[2]
     for heading, pages in _ROW.findall(table):
-        names = re.findall(r"\((\w+\.md)\)", pages)
+        names = re.findall(r"\(([\w-]+\.md)\)", pages)
         first = ["start.md"] if heading == "first steps" else []
         yield {heading.capitalize(): first + names}
 
