@@ -176,10 +176,10 @@ class Environment(Protocol):
         It is defined for every index >= 0 and keeps no state, so any process can make it again.
         """
 
-    def reset(self, task: Task, seed: int) -> list[Message]:
+    def reset(self, task: Task, seed: int) -> list[Message] | NextTurn:
         """Begin the episode and return the messages that the model starts from."""
 
-    def step(self, call: ToolCall) -> str | StepResult:
+    def step(self, call: ToolCall) -> str | StepResult | NextTurn:
         """Run one tool call and return the text that the model reads.
 
         Raises:
@@ -187,8 +187,10 @@ class Environment(Protocol):
             Finished: the episode is over.
         """
 
-    def score(self, answer: str) -> float:
-        """Return the reward, given the text of the last turn without thinking and tool calls."""
+    def score(self, answer: str) -> float | Mapping[str, float]:
+        """Return the reward, given the text of the last turn without thinking and tool calls; with
+        ``roles`` that of each role.
+        """
 
 
 def function(
