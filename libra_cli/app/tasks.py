@@ -103,7 +103,8 @@ def _check(name: str, make: Callable[[], Harbor]) -> CheckedTask:
         oracle, why, first = _played(name, make, solved=True)
         noop, told, second = _played(name, make, solved=False)
     except LibraError as error:
-        return CheckedTask(name, None, None, str(error), 0.0)
+        said = f"{error}\nnext: {error.hint}" if error.hint else str(error)
+        return CheckedTask(name, None, None, said, 0.0)
     said = why if oracle != SOLVED else f"nothing was done, and yet: {told}" if noop else ""
     return CheckedTask(name, oracle, noop, said, max(first, second))
 

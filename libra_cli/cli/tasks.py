@@ -96,7 +96,7 @@ def _sum_up(found: list[CheckedTask], *, refused: int) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    if found:
+    if any(one.oracle is not None for one in found):
         slowest = max(found, key=lambda one: one.longest_s)
         out.print(
             f"the longest call took {slowest.longest_s:.1f} s ({slowest.name}): "

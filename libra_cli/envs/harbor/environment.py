@@ -170,7 +170,8 @@ class Harbor:
         if base is None:
             raise EnvironmentBroken(
                 f"{image.where}: FROM {image.base}: no base has this name",
-                hint=f"environment.args: {{bases: {{'{image.base}': DIR}}}} or {{base: host}}",
+                hint=f"environment.args: {{bases: {{'{image.base}': DIR}}}} or {{base: host}}; "
+                "libra tasks check takes that as --base host",
             )
         if base == HOST:
             return None
