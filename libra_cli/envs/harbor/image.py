@@ -223,6 +223,11 @@ class _Stage:
         inside = [path for path in found if path.resolve().is_relative_to(self._context)]
         if not inside:
             raise one.refused(f"{name} is not in {self._context}", "add the file, or mend the line")
+        if (self._context / ".dockerignore").exists() and any(path.is_dir() for path in inside):
+            raise one.refused(
+                ".dockerignore is not read, and might keep files of the directory out",
+                "remove .dockerignore, with the files that it names",
+            )
         return inside
 
     def _inside(self, path: str) -> str:

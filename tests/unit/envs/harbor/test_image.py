@@ -132,6 +132,13 @@ def test_what_cannot_be_played_is_refused_with_its_line(
     assert reason in str(caught.value)
 
 
+def test_a_directory_is_not_copied_where_files_of_it_might_be_left_out(tmp_path: Path) -> None:
+    files = (".dockerignore", "a.txt", "dir/c")
+    assert image(tmp_path, "FROM x\nCOPY a.txt /x\n", files).steps
+    with pytest.raises(EnvironmentBroken, match=r":2: COPY dir /x: \.dockerignore is not read"):
+        image(tmp_path, "FROM x\nCOPY dir /x\n", files)
+
+
 def test_a_link_out_of_the_task_is_not_copied(tmp_path: Path) -> None:
     (tmp_path / "task").mkdir()
     (tmp_path / "outside").write_text("secret")
