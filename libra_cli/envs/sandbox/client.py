@@ -108,6 +108,10 @@ def _may_see(name: str) -> bool:
     return name in ("PATH", "LANG", "USER", "LIBRA_RUN", "LIBRA_NODE", "LIBRA_PROCESS")
 
 
+class CallEnded(SandboxBroken):
+    """The process that answers a call has ended without an answer."""
+
+
 class SandboxChannel:
     """The server of one sandbox, which takes any number of calls at the same time."""
 
@@ -158,6 +162,7 @@ class SandboxChannel:
         """Send what a call is of, and wait for the answer.
 
         Raises:
+            CallEnded: nobody answers it any more.
             SandboxBroken: the sandbox could not do it.
             OSError: a file of the sandbox cannot be read or written.
         """
@@ -165,7 +170,7 @@ class SandboxChannel:
             send(call, told, body)
             answer, data = receive(call)
         except ConnectionOver as error:
-            raise SandboxBroken("the sandbox's server has ended") from error
+            raise CallEnded("the sandbox's server has ended") from error
         self.news = answer.get("news") or self.news
         if "failed" in answer:
             why = str(answer["failed"])

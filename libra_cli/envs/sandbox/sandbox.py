@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_cli.envs.sandbox.client import SandboxChannel
+from libra_cli.envs.sandbox.client import CallEnded, SandboxChannel
 from libra_cli.envs.sandbox.spec import SandboxSpec
 
 _CHUNK = 1 << 30
@@ -179,7 +179,7 @@ class Shell:
             SandboxBroken: the sandbox is closed, or its host can do no more.
         """
         told = {"command": command, "timeout_s": timeout_s}
-        answer, body = self._ask(told)
+        answer, body = self._asked_of_this_one(told)
         if "again" in answer:  # the shell had ended by itself
             self.close()
             answer, body = self._ask(told)
@@ -188,6 +188,16 @@ class Shell:
         if answer["ended"]:
             self.close()
         return _completed(self._channel, answer, body, *notes)
+
+    def _asked_of_this_one(self, told: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Ask the shell; one that ended with all processes of the sandbox may not say so itself."""
+        lived = self._call is not None
+        try:
+            return self._ask(told)
+        except CallEnded:
+            if not lived:
+                raise
+            return {"again": True}, b""
 
     def _ask(self, told: Mapping[str, Any]) -> tuple[dict[str, Any], bytes]:
         if self._call is None:

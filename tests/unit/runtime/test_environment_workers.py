@@ -78,8 +78,11 @@ async def open_on(node, process, module):
 
 
 def children():
-    """The processes that this one has started and not waited for."""
-    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    """The processes that this one has started and not waited for, but the helper that stays for the
+    sandboxes of other tests."""
+    started = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    helper = b"libra_cli.envs.sandbox.helper"
+    return [pid for pid in started if helper not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def shown_of(pid):
