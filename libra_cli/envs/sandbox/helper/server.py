@@ -158,10 +158,10 @@ def _call(place: Enclosure, caller: socket.socket, fds: list[int], failed: str) 
         except PlaceFailed as error:
             send(caller, {"failed": str(error)})
         except PlaceEnded:
-            send(caller, {"again": True})
+            send(caller, {"again": True, "news": place.news})
         except OSError as error:
             if place.ended:  # whoever ends all of it keeps others from forking, too
-                send(caller, {"again": True})
+                send(caller, {"again": True, "news": place.news})
                 return
             send(caller, {"errno": error.errno, "error": error.strerror, "path": error.filename})
         except MemoryError:
