@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -25,7 +27,8 @@ from libra_cli.envs.protocol import (
     function,
 )
 from libra_cli.runtime.episodes.calls import CallLine
-from libra_cli.runtime.episodes.places import EnvironmentSource
+from libra_cli.runtime.episodes.places import EnvironmentFactory, EnvironmentSource
+from tests.sandboxes import needs_sandboxes
 from tests.unit.envs.adapters.fake_mcp import SCHEMA, FakeMcp, served, text
 
 CHASE = {"failure_rate": 0.0}
@@ -288,3 +291,25 @@ def test_the_recipe_names_the_servers() -> None:
 def test_one_server_may_stand_alone(mcp: Any) -> None:
     spec = EnvironmentSpec.model_validate({"mcp": mcp})
     assert [(one.url, one.name) for one in spec.mcp] == [("http://h/mcp", "")]
+
+
+@needs_sandboxes
+def test_an_environment_with_sandboxes_has_the_tools_of_servers_too(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"instruction": "Who?", "check": "grep -x 7 who"}) + "\n")
+
+    async def story() -> None:
+        async with served(FakeMcp()) as (url,):
+            spec = EnvironmentSpec.model_validate(
+                {"name": "shell", "tasks": str(tasks), "mcp": url, "sandbox": {"user": 7}}
+            )
+            both = EnvironmentFactory(spec, None).make()
+            try:
+                await cast("Any", both.reset(json.loads(tasks.read_text()), 0))
+                assert {"bash", "get"} <= {one["function"]["name"] for one in both.tools}
+                await asyncio.to_thread(both.step, ToolCall("bash", {"command": "id -u > who"}))
+                assert await asyncio.to_thread(both.score, "") == 1.0
+            finally:
+                await cast("Any", both).close()
+
+    play(story)
