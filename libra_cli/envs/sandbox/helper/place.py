@@ -207,6 +207,8 @@ class InNamespaces:
         if why:
             self.news = f"{ALL_ENDED} ({why})"
             self.end_processes()
+            # The next call would enter what still ends, be asked again, and no longer learn why.
+            self.wait_ended()
         return self._watch.busy
 
     def enter(self) -> None:
