@@ -9,6 +9,7 @@ from pathlib import Path
 
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.recipe import ModelSpec, Recipe
+from libra_cli.core.algorithms.algorithm import check_roles
 from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.registry import ENVIRONMENTS
 from libra_cli.envs.sandbox.sandboxes import Sandboxes
@@ -59,21 +60,25 @@ def check_source(recipe: Recipe) -> None:
     if recipe.demonstrations:
         check_demonstrations(recipe.demonstrations)
         return
-    evaluated = [one.environment for one in recipe.evaluation if one.environment is not None]
-    for environment in (*recipe.environment, *evaluated):
-        _try_environment(environment)
+    for environment in recipe.environment:
+        if getattr(_tried(environment), "roles", ()):
+            check_roles(recipe.training)
+    for evaluation in recipe.evaluation:
+        if evaluation.environment is not None:
+            _tried(evaluation.environment)
     if recipe.agent is not None and recipe.agent.function is not None:
         find_function(recipe.agent)
 
 
-def _try_environment(environment: EnvironmentSpec) -> None:
+def _tried(environment: EnvironmentSpec) -> object:
+    """Make an environment, and return it; None of one in workers, which is only looked up."""
     if environment.workers is None:
-        EnvironmentFactory(environment).make()
-        return
+        return EnvironmentFactory(environment).make()
     # Not in this process, which it might hold up, fill or end.
     check(ENVIRONMENTS, environment.name)
     if environment.sandbox is not None and not environment.workers.nodes:
         Sandboxes.of(environment.sandbox.model_dump())
+    return None
 
 
 @asynccontextmanager

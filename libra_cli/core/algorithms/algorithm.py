@@ -10,6 +10,7 @@ from libra_cli.config.algorithms import ADVANTAGES, LOSSES, controller_of
 from libra_cli.config.errors import PluginError
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.config.recipe import Recipe
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core.advantages.estimates import Advantages, checked
 from libra_cli.core.advantages.protocol import ComparedGroup, Estimate
 from libra_cli.core.advantages.roles import estimated_by_role, roles_of
@@ -51,19 +52,25 @@ class Algorithm:
 
     def _estimate(self, groups: Sequence[ComparedGroup]) -> Estimate:
         training = self.recipe.training
-        if training.needs.critic and any(map(roles_of, groups)):
-            raise PluginError(
-                f"training.advantage: {training.advantage} estimates no advantages by role, and "
-                "the environment has several roles",
-                hint="training: {advantage: grpo}, or any other without a critic "
-                "(libra help multi-agent)",
-            )
+        if any(map(roles_of, groups)):
+            check_roles(training)
         return estimated_by_role(self.advantage.estimate, groups, training)
 
     def replay_buffer(self) -> ReplayBuffer | None:
         """Return the buffer of groups that are kept to be trained again; None: no group is."""
         spec = self.recipe.replay
         return None if spec is None else ReplayBuffer(spec, self.recipe.run.seed)
+
+
+def check_roles(training: TrainingSpec) -> None:
+    """Raise PluginError if ``training`` has no advantages for an environment with roles."""
+    if training.needs.critic:
+        raise PluginError(
+            f"training.advantage: {training.advantage} estimates no advantages by role, and the "
+            "environment has several roles",
+            hint="training: {advantage: grpo}, or any other without a critic "
+            "(libra help multi-agent)",
+        )
 
 
 def algorithm_of(recipe: Recipe, find: Find) -> Algorithm:
