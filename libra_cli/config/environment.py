@@ -233,6 +233,9 @@ class AgentSpec(Section):
     """Seconds that an agent may take until its next request or its end."""
     nodes: Annotated[tuple[str, ...], one_or_several, _FOR_COMMANDS] = ()
     """The nodes that run commands, by name. None: the controller runs them."""
+    in_sandbox: Annotated[bool, _FOR_COMMANDS] = False
+    """Whether commands run in the sandbox of the environment's task, beside the files that are
+    scored; environment.sandbox says what that is. HOME is then the copy of ``directory``."""
     concurrency: Positive = 64
     """The most agents that libra runs at the same time, on each node."""
 
@@ -250,6 +253,12 @@ class AgentSpec(Section):
             yield Problem(
                 ("function",),
                 f"is {self.function!r}, not an import path such as my_agents.search:agent",
+            )
+        if self.in_sandbox and self.nodes:
+            yield Problem(
+                ("nodes", "in_sandbox"),
+                "is given, but an agent in a sandbox runs where the environment has that: leave "
+                "it out",
             )
         yield from environment_problems(self.env, "agent.secrets")
 

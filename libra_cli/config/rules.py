@@ -18,6 +18,7 @@ from libra_cli.config.only_with import misplaced_keys
 from libra_cli.config.problems import Problem
 
 if TYPE_CHECKING:
+    from libra_cli.config.environment import EnvironmentSpec
     from libra_cli.config.recipe import NodeSpec, Recipe
     from libra_cli.config.rollout import RolloutSpec
     from libra_cli.config.training import TrainingSpec
@@ -274,6 +275,24 @@ def _agent_problems(recipe: Recipe) -> Iterator[Problem]:
     for name in agent.nodes:
         if name not in known:
             yield _unknown_node("agent.nodes", name, known)
+    if agent.in_sandbox:
+        for index, environment in enumerate(recipe.environment):
+            yield from _no_place_for_agents(f"environment[{index}]", environment)
+
+
+def _no_place_for_agents(key: str, environment: EnvironmentSpec) -> Iterator[Problem]:
+    """An environment in whose sandbox no agent can run."""
+    if environment.sandbox is None or environment.sandbox.backend == "none":
+        yield Problem(
+            ("agent.in_sandbox", f"{key}.sandbox"),
+            f"is true, but {key} has no sandbox: add {key}.sandbox: {{}} (libra help sandboxes)",
+        )
+    elif environment.workers is not None and environment.workers.nodes:
+        yield Problem(
+            ("agent.in_sandbox", f"{key}.workers.nodes"),
+            f"is true, but sandboxes on other hosts do not reach the endpoint of agents yet: leave "
+            f"out {key}.workers.nodes, or run agents on agent.nodes without a sandbox",
+        )
 
 
 def _unknown_node(key: str, name: str, known: list[str]) -> Problem:

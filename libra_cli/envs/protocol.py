@@ -63,6 +63,10 @@ speakers, one at a time. Each has a conversation of its own, and reads nothing e
                          mapping from roles to their messages; ``answer`` is the last turn's
     reply                is what a turn without a tool call comes to; without it that turn is last
 
+**Agents in its sandbox.** An environment that opens a sandbox for its episode may have
+``agent_place()``, which returns an ``envs.agents.enclosed.AgentPlace``. With ``agent.in_sandbox``
+the agent runs there in place of ``step`` and ``reply``, and ``score`` looks at what it has left.
+
 Rewards on the way (of StepResult, Reply and Finished) are added to the score, and kept by turn for
 estimators that weigh turns (``libra help advantages``). ``tools`` may change:
 it is read again after each ``step`` and ``reply``, and calls are checked against the new list; the

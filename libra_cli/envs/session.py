@@ -17,6 +17,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs import returns
+from libra_cli.envs.agents.command import CommandEnd
+from libra_cli.envs.agents.enclosed import AgentPlace, EnclosedJob
 from libra_cli.envs.protocol import (
     Environment,
     Finished,
@@ -137,6 +139,7 @@ class EnvironmentSession:
         self._tools: dict[str, list[ToolSchema]] = {}
         """The tools of each role that has spoken, as it knows them."""
         self._seconds = 0.0
+        self._place: AgentPlace | None = None
 
     async def reset(self, task: Task | None, index: int, task_seed: int, seed: int) -> Opening:
         """Make the environment and begin the task, or its own one of this ``index``.
@@ -238,6 +241,28 @@ class EnvironmentSession:
             return Answered()
         tools = None if said.done else await self._new_tools()
         return Answered(list(said.messages), said.reward, said.done, tools)
+
+    async def run_agent(self, told: Mapping[str, Any]) -> CommandEnd:
+        """Run an ``EnclosedJob``, given by its fields, in the sandbox of the environment.
+
+        Raises:
+            EnvironmentBroken: it has none, or the agent cannot be started there.
+        """
+        find = getattr(self._environment, "agent_place", None)
+        if not callable(find):
+            raise EnvironmentBroken(
+                f"environment {self._name!r} has no sandbox for an agent: it has no agent_place",
+                hint="leave out agent.in_sandbox, or see libra help sandboxes",
+            )
+        self._place = await self._checked("agent_place", find)
+        job = EnclosedJob(**told)
+        end: CommandEnd = await self._checked("the agent's sandbox", job.play, self._place)
+        return end
+
+    def stop_agent(self) -> None:
+        """End every process in the sandbox in which an agent was started, if one was."""
+        if self._place is not None:
+            self._place.sandbox.end_processes()
 
     async def score(self, answer: str, conversation: Conversation) -> Scored:
         """Score the episode, and read its metrics.

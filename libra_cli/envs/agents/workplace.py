@@ -71,18 +71,22 @@ class Workplace:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _environment(self, job: CommandJob, home: Path, work: Path) -> dict[str, str]:
-        return inherited() | {
-            "HOME": str(work),
-            "OPENAI_BASE_URL": f"{job.root_url}/v1",
-            "OPENAI_API_BASE": f"{job.root_url}/v1",
-            "OPENAI_API_KEY": job.api_key,
-            "ANTHROPIC_BASE_URL": job.root_url,
-            "ANTHROPIC_API_KEY": job.api_key,
-            "LIBRA_MODEL": job.model,
-            "LIBRA_TASK": str(home / "task.json"),
-            "LIBRA_REWARD_URL": f"{job.root_url}/reward",
-            **self.env,
-        }
+        return inherited() | told_variables(job, str(work), str(home / "task.json")) | {**self.env}
+
+
+def told_variables(job: CommandJob, home: str, task_file: str) -> dict[str, str]:
+    """Return the variables by which a command finds its task and the endpoint."""
+    return {
+        "HOME": home,
+        "OPENAI_BASE_URL": f"{job.root_url}/v1",
+        "OPENAI_API_BASE": f"{job.root_url}/v1",
+        "OPENAI_API_KEY": job.api_key,
+        "ANTHROPIC_BASE_URL": job.root_url,
+        "ANTHROPIC_API_KEY": job.api_key,
+        "LIBRA_MODEL": job.model,
+        "LIBRA_TASK": task_file,
+        "LIBRA_REWARD_URL": f"{job.root_url}/reward",
+    }
 
 
 class StoppableJob:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.envs.agents.enclosed import AgentPlace
 from libra_cli.envs.gyms.packages import drawn
 from libra_cli.envs.harbor.builder import HOST, Builder
 from libra_cli.envs.harbor.dataset import TaskFilter, TaskSet, Unplayable, read_tasks
@@ -115,6 +116,10 @@ class Harbor:
     def reply(self, answer: str) -> list[Message] | None:
         """Test the step of a task that is in steps, and say what the next one is."""
         return [self._told()] if self._playing.next_step() else None
+
+    def agent_place(self) -> AgentPlace:
+        """Where an agent works in the model's place: in the task's directory, as its user."""
+        return self._playing.agent_place()
 
     def score(self, answer: str) -> float:
         """Copy the tests in, run them, and return what they wrote."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.envs.agents.enclosed import AgentPlace
 from libra_cli.envs.harbor.dockerfile import substituted, unset_in
 from libra_cli.envs.harbor.task_file import TASK_FILE, HarborTask
 from libra_cli.envs.harbor.task_sandbox import TaskSandbox, said
@@ -75,6 +76,20 @@ class TaskEpisode:
             return tools.step(call)
         finally:
             self._worked_s += time.monotonic() - began
+
+    def agent_place(self) -> AgentPlace:
+        """Where an agent works on the task.
+
+        Raises:
+            EnvironmentBroken: the task is in steps, and an agent is asked once.
+        """
+        if len(self._steps) > 1:
+            raise EnvironmentBroken(
+                f"{self._step.directory / TASK_FILE}: an agent cannot play a task in steps",
+                hint="environment.args: {names: [...]} chooses others",
+            )
+        inside, seconds = self._inside, self._step.agent_timeout_s or math.inf
+        return AgentPlace(inside.sandbox, inside.directory(), inside.env, seconds)
 
     def next_step(self) -> bool:
         """Test the present step, and begin the next one; False if that was the last, or too bad.

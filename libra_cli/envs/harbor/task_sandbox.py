@@ -37,8 +37,12 @@ class TaskSandbox:
 
     def shell(self) -> Shell:
         """Return a shell that stays, in the task's directory."""
+        return self.sandbox.shell(cwd=self.directory(), env=self.env)
+
+    def directory(self) -> str:
+        """Return the task's directory, or / if that is not there."""
         there = self.run(f"test -d {quoted(self.workdir)}").code == 0
-        return self.sandbox.shell(cwd=self.workdir if there else "/", env=self.env)
+        return self.workdir if there else "/"
 
     def put(self, source: Path, target: str) -> None:
         """Copy what is in a directory of the host into one of the sandbox, modes and links too.

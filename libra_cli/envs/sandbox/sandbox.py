@@ -127,6 +127,23 @@ class Sandbox:
         self._shells.append(shell)
         return shell
 
+    def listen(self) -> socket.socket:
+        """Return a socket that listens on a port of the sandbox's loopback, for this process.
+
+        What runs in the sandbox connects to that port, and is answered from outside: the one way
+        out that it has without a network. It is over with the sandbox's last process.
+
+        Raises:
+            OSError: there is no port.
+            SandboxBroken: the sandbox is closed, or its host can do no more.
+        """
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                self._channel.call({"call": "listen"}, fds=[theirs.fileno()])
+            _, fds, _, _ = socket.recv_fds(ours, 1, 1)
+        return socket.socket(fileno=fds[0])
+
     def end_processes(self) -> None:
         """Kill every process of the sandbox, shells too; files stay. ``none`` ends nothing.
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.envs.agents.enclosed import AgentPlace
 from libra_cli.envs.protocol import Message, Task, ToolCall, ToolSchema
 from libra_cli.envs.sandbox.sandbox import Completed, Sandbox
 from libra_cli.envs.sandbox.sandboxes import Sandboxes
@@ -106,6 +107,10 @@ class ShellTasks:
         """Do what the model asks for; raises ToolFailed where it has to do better."""
         assert self._tools is not None
         return self._tools.step(call)
+
+    def agent_place(self) -> AgentPlace:
+        """Where an agent works in the model's place."""
+        return AgentPlace(self._playing, self._playing.work)
 
     def score(self, answer: str) -> float:
         """Write the check's files, run it, and return the reward: 1 if it exits with code 0.

@@ -37,7 +37,13 @@ from libra_cli.core.types import Tokens, TrajectoryId
 from libra_cli.envs.protocol import Message
 from libra_cli.envs.session import Opening
 from libra_cli.runtime.agents.play import AgentEnd, AgentPlay, Ask, PlayLimits, SaidTurn
-from libra_cli.runtime.agents.runners import LEAVE_S, AgentJob, runner_of
+from libra_cli.runtime.agents.runners import (
+    LEAVE_S,
+    AgentJob,
+    AgentRunner,
+    EnclosedRunner,
+    runner_of,
+)
 from libra_cli.runtime.agents.server import AgentServer
 from libra_cli.runtime.agents.tasks import AgentTasks
 from libra_cli.runtime.episodes.player import TurnResult
@@ -78,11 +84,19 @@ class AgentEpisodes:
         known = [one.get_secret_value() for one in self._spec.secrets.values()]
         self._mask = masker(known)  # an agent's last words are kept in the run's database
         self._tasks = AgentTasks(recipe, run_dir, open_on)
-        self._runner = runner_of(self._spec, run_dir / "agents", open_on, lambda: self.server.port)
+        self._runner = self._runner_of(run_dir / "agents", open_on)
         self.server = AgentServer(recipe, self._runner, run_dir, note=note)
         self._episodes: dict[TrajectoryId, _AgentEpisode] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         """Tasks of agents that are being ended."""
+
+    def _runner_of(self, directory: Path, open_on: OpenOnNode) -> AgentRunner:
+        if not self._spec.in_sandbox:
+            return runner_of(self._spec, directory, open_on, lambda: self.server.port)
+        seconds = self._spec.timeout_s * (self._max_turns + 1)
+        return EnclosedRunner(
+            self._spec, self._tasks.run_agent, lambda: self.server.port, timeout_s=seconds
+        )
 
     @property
     def running(self) -> int:
@@ -96,7 +110,8 @@ class AgentEpisodes:
             LibraError: it cannot be begun.
         """
         await self.server.start()
-        openings = await self._tasks.check(TrajectoryId(group=-1, member=0), seed)
+        look = self._runner.check if isinstance(self._runner, EnclosedRunner) else None
+        openings = await self._tasks.check(TrajectoryId(group=-1, member=0), seed, look)
         return max(len(self._renderer.prompt(one.messages, one.tools)) for one in openings)
 
     def environment_of(self, trajectory: TrajectoryId) -> str:

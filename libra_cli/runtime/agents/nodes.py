@@ -50,10 +50,7 @@ class AgentNodes:
         Raises:
             AgentFailed: a file of the recipe's directory cannot be read.
         """
-        try:
-            files = packed_files(Path(spec.directory)) if spec.directory else []
-        except OSError as error:
-            raise AgentFailed(f"agent.directory: {error}") from error
+        files = files_of(spec)
         self._hello = {"command": list(spec.command or ()), "env": env, "files": files}
         self._open_on = open_on
         self._port_of = port_of
@@ -263,3 +260,15 @@ class AgentNodeConnection:
             while data := await reader.read(_CHUNK):
                 self._say("data", number, data)
         self._say("close", number)
+
+
+def files_of(spec: AgentSpec) -> list[tuple[str, int, bytes]]:
+    """Return path, mode and content of the files of ``agent.directory``.
+
+    Raises:
+        AgentFailed: one cannot be read.
+    """
+    try:
+        return packed_files(Path(spec.directory)) if spec.directory else []
+    except OSError as error:
+        raise AgentFailed(f"agent.directory: {error}") from error

@@ -20,19 +20,20 @@ import inspect
 import json
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from libra_cli.config.environment import AgentSpec
-from libra_cli.config.errors import AgentFailed
+from libra_cli.config.errors import AgentFailed, EnvironmentBroken
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.envs.agents.command import MOST_OUTPUT, CommandEnd
+from libra_cli.envs.agents.enclosed import EnclosedJob
 from libra_cli.envs.agents.workplace import CommandJob, StoppableJob, Workplace
 from libra_cli.plugins.finding import find
-from libra_cli.runtime.agents.nodes import AgentNodes
+from libra_cli.runtime.agents.nodes import AgentNodes, files_of
 from libra_cli.runtime.episodes.workers import OpenOnNode
 from libra_cli.runtime.hosts.threads import Threads
 
@@ -75,10 +76,21 @@ class AgentRunner(Protocol):
         """End what is shared by all of them."""
 
 
+class RunEnclosed(Protocol):
+    """Runs an agent in the sandbox of a trajectory's environment."""
+
+    async def __call__(self, trajectory: str, job: EnclosedJob) -> CommandEnd:
+        """Return how it ended.
+
+        Raises:
+            EnvironmentBroken: it cannot be started there.
+        """
+
+
 def runner_of(
     spec: AgentSpec, directory: Path, open_on: OpenOnNode, port_of: Callable[[], int]
 ) -> AgentRunner:
-    """The runner that a recipe names.
+    """The runner that a recipe names, of agents that are in no sandbox.
 
     ``directory`` is where working directories are made, ``port_of`` tells the endpoint's port.
 
@@ -283,6 +295,76 @@ class NodesRunner:
 
     async def close(self) -> None:
         await self._nodes.close()
+
+
+class EnclosedRunner:
+    """Runs a command in the sandbox of each trajectory's environment."""
+
+    def __init__(
+        self,
+        spec: AgentSpec,
+        run_enclosed: RunEnclosed,
+        port_of: Callable[[], int],
+        *,
+        timeout_s: float,
+    ) -> None:
+        """``timeout_s`` is for all of a trajectory.
+
+        Raises:
+            AgentFailed: a file of the recipe's directory cannot be read.
+        """
+        self._spec = spec
+        self._files = files_of(spec)
+        self._run_enclosed = run_enclosed
+        self._port_of = port_of
+        self._timeout_s = timeout_s
+        self._permits = asyncio.Semaphore(spec.concurrency)
+
+    async def run(self, job: AgentJob, taken: asyncio.Event) -> float | None:
+        """Run the command to its end; its reward is posted, if there is one.
+
+        Raises:
+            AgentFailed: it cannot be started, did not exit with 0, or printed too much.
+        """
+        told = _told(job)
+        name = told.pop("id")
+        async with self._permits:
+            taken.set()
+            _check(await self._ended(name, self._spec.command or (), **told))
+        return None
+
+    async def check(self, trajectory: str) -> None:
+        """Look for the program in the sandbox of a trajectory.
+
+        Raises:
+            AgentFailed: it is not there.
+        """
+        program = (self._spec.command or ("",))[0]
+        look = ("/bin/sh", "-c", 'command -v -- "$1" >/dev/null', "sh", program)
+        end = await self._ended(trajectory, look, task="", api_key="", model="")
+        if end.code:
+            raise AgentFailed(
+                f"there is no program {program!r} in the sandbox that the agent is to run in",
+                hint="environment.sandbox: {readable: [DIRECTORY]} shows one of this host there; "
+                "of agent.directory there is a copy at $HOME: command: [sh, -c, 'exec $HOME/...']",
+            )
+
+    async def _ended(self, trajectory: str, command: Sequence[str], **told: str) -> CommandEnd:
+        job = EnclosedJob(
+            command=command,
+            env=_variables(self._spec),
+            files=self._files,
+            port=self._port_of(),
+            timeout_s=self._timeout_s,
+            **told,
+        )
+        try:
+            return await self._run_enclosed(trajectory, job)
+        except EnvironmentBroken as error:
+            raise AgentFailed(str(error), hint=error.hint) from error
+
+    async def close(self) -> None:
+        """Do nothing, since agents end with the sandboxes."""
 
 
 def _variables(spec: AgentSpec) -> dict[str, str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.types import TrajectoryId
+from libra_cli.envs.agents.command import CommandEnd
+from libra_cli.envs.agents.enclosed import EnclosedJob
 from libra_cli.envs.protocol import Message
 from libra_cli.envs.session import Opening, Scored
 from libra_cli.runtime.episodes.calls import CallLine
@@ -41,16 +44,21 @@ class AgentTasks:
         self._mixture = Mixture([spec.weight for spec in recipe.environment])
         self._tasks: dict[TrajectoryId, _AgentTask] = {}
 
-    async def check(self, probe: TrajectoryId, seed: int) -> list[Opening]:
-        """Begin and forget the first task of each environment.
+    async def check(
+        self, probe: TrajectoryId, seed: int, look: Callable[[str], Awaitable[None]] | None = None
+    ) -> list[Opening]:
+        """Begin and forget the first task of each environment; ``look`` at it, by its name.
 
         Raises:
             EnvironmentBroken: one cannot be begun.
+            AgentFailed: ``look`` says that an agent cannot.
         """
         openings = []
         for source in self._sources:
             try:
                 openings.append(await self._reset(probe, source, 0, seed, seed))
+                if look is not None:
+                    await look(str(probe))
             finally:
                 self.forget(probe)
         return openings
@@ -91,6 +99,18 @@ class AgentTasks:
                 hint="leave out agent: the policy then plays all of them (libra help multi-agent)",
             )
         return opening
+
+    async def run_agent(self, trajectory: str, job: EnclosedJob) -> CommandEnd:
+        """Run an agent in the sandbox of the task of a trajectory, given by its name.
+
+        It goes on if this is cancelled, until the trajectory is forgotten.
+
+        Raises:
+            EnvironmentBroken: there is no such sandbox, or the agent cannot be started in it.
+        """
+        task = next(one for known, one in self._tasks.items() if str(known) == trajectory)
+        running = task.line.last = asyncio.create_task(task.environment.run_agent(job))
+        return await asyncio.shield(running)
 
     async def score(
         self, trajectory: TrajectoryId, answer: str, conversation: Sequence[Message]

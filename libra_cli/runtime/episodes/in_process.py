@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from libra_cli.envs.agents.command import CommandEnd
+from libra_cli.envs.agents.enclosed import EnclosedJob
 from libra_cli.envs.protocol import Environment, Task, ToolCall
 from libra_cli.envs.session import (
     Answered,
@@ -51,16 +53,21 @@ class InProcessEnvironment:
     async def score(self, answer: str, conversation: Conversation) -> Scored:
         return await self._session.score(answer, conversation)
 
+    async def run_agent(self, job: EnclosedJob) -> CommandEnd:
+        return await self._session.run_agent(job.as_dict())
+
     def close(self, line: CallLine) -> None:
         """Close the environment as soon as nothing runs in it.
 
-        A member that is awaited is cancelled; one in a thread can only be waited for.
+        A member that is awaited is cancelled, an agent is ended with its sandbox's processes; else
+        one in a thread can only be waited for.
         """
         if line.last is None or not line.hung:
             self._close()
             return
         if self._awaiting:
             line.last.cancel()
+        self._threads.run(lambda: _quietly(self._session.stop_agent))
         line.last.add_done_callback(lambda _: self._close())
 
     def _close(self) -> None:

@@ -9,6 +9,8 @@ from typing import Any, Protocol, TypeVar
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs import registry
+from libra_cli.envs.agents.command import CommandEnd
+from libra_cli.envs.agents.enclosed import EnclosedJob
 from libra_cli.envs.protocol import Environment, Task, ToolCall
 from libra_cli.envs.session import Answered, Conversation, Opening, Scored, ToolAnswer
 from libra_cli.runtime.episodes.calls import CallLine, Calls
@@ -46,6 +48,9 @@ class EpisodeEnvironment(Protocol):
 
     async def score(self, answer: str, conversation: Conversation) -> Scored:
         """Score the episode by its last turn, and read its metrics."""
+
+    async def run_agent(self, job: EnclosedJob) -> CommandEnd:
+        """Run an agent in its sandbox, for as long as that takes."""
 
     def close(self, line: CallLine) -> None:
         """Close the environment, once the call that may be under way is over."""

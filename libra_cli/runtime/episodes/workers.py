@@ -20,6 +20,8 @@ from typing import Any, Protocol, TypeAlias
 
 from libra_cli.config.errors import EnvironmentBroken, HostError
 from libra_cli.envs import returns
+from libra_cli.envs.agents.command import CommandEnd
+from libra_cli.envs.agents.enclosed import EnclosedJob
 from libra_cli.envs.protocol import Message, StepResult, Task, ToolCall, ToolSchema
 from libra_cli.envs.session import Answered, Conversation, Opening, Scored, ToolAnswer
 from libra_cli.envs.workers import wire
@@ -363,6 +365,14 @@ class WorkerEnvironment:
             scored = Scored(**found)
             reward, named = returns.reward(scored.reward), returns.metrics(scored.metrics)
             return Scored(reward, named, _rewards(scored.rewards))
+
+    async def run_agent(self, job: EnclosedJob) -> CommandEnd:
+        """Run an agent in the sandbox of the worker's environment; raises EnvironmentBroken."""
+        found = await self._call("run_agent", job.as_dict())
+        with understood(EnvironmentBroken, "what became of the agent"):
+            end = CommandEnd(**found)
+            code, words = int(end.code), returns.whole_text(end.words)
+            return CommandEnd(code, words, bool(end.flooded))
 
     def close(self, line: CallLine) -> None:
         """Close it and end its process, whatever it is doing."""

@@ -21,7 +21,7 @@ import socket
 import sys
 from typing import Any, NoReturn
 
-from libra_cli.envs.sandbox.helper import commands, files, kernel, shells
+from libra_cli.envs.sandbox.helper import commands, files, kernel, ports, shells
 from libra_cli.envs.sandbox.helper.place import Enclosure, PlaceEnded, PlaceFailed, open_place
 from libra_cli.envs.sandbox.messages import ConnectionOver, receive, send
 from libra_cli.envs.sandbox.spec import SandboxSpec
@@ -188,6 +188,9 @@ def _done(
             place.wait_ended()
         case "snapshot":
             place.pack(fds[0])
+        case "listen":
+            with socket.socket(fileno=fds[0]) as channel:
+                ports.listen(place, channel)
         case _:
             raise PlaceFailed(f"there is no call {kind!r}")
     return {}, b""
