@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -250,3 +252,19 @@ def test_a_forked_process_has_sandboxes_of_its_own(closed_in: Sandbox) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert closed_in.run("echo on").stdout == "on\n"
     assert len(client._helpers) == 1
+
+
+def test_a_socket_of_its_loopback_is_answered_from_outside(closed_in: Sandbox) -> None:
+    with closed_in.listen() as listener:
+        host, port = listener.getsockname()
+        with pytest.raises(ConnectionRefusedError):  # it is no port of this host
+            socket.create_connection((host, port), 1)
+        connect = f"import socket\nprint(socket.create_connection(('{host}', {port}), 5).recv(9))"
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(closed_in.run, ["python3", "-c", connect])
+            listener.settimeout(10.0)
+            answering, _ = listener.accept()
+            with answering:
+                answering.sendall(b"from here")
+            assert asking.result().stdout == "b'from here'\n"
+    assert "refused" in closed_in.run(["python3", "-c", connect]).stderr
