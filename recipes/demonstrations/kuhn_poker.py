@@ -1,11 +1,12 @@
-"""Writes demonstrations of Kuhn poker by somebody who bets more often the better the card is.
+"""Writes demonstrations of Kuhn poker by somebody who looks at the card and at what was done.
 
     python recipes/demonstrations/kuhn_poker.py > recipes/demonstrations/kuhn-poker.jsonl
 
 Of each card and place there are 128 conversations of one game, in which the other player passes
 as often as it bets. So who imitates them bets as often as ``BETS`` says, which is near to play at
 random. At random itself nobody need look at the card, and a model that was taught not to look did
-not learn it within 15,000 games.
+not learn it within 15,000 games; nor did one that was taught to look at the card alone learn to
+look at what was done before.
 """
 
 import json
@@ -18,8 +19,13 @@ from libra_cli.envs.protocol import Message
 GAMES = 128
 BETS = {
     card + moves: share
-    for card, share in (("0", 3 / 8), ("1", 1 / 2), ("2", 5 / 8))
-    for moves in ("", "p", "b", "pb")
+    for moves, shares in (
+        ("", (1 / 2, 3 / 8, 5 / 8)),
+        ("p", (1 / 2, 3 / 8, 5 / 8)),
+        ("b", (1 / 4, 1 / 2, 5 / 8)),
+        ("pb", (1 / 4, 1 / 2, 5 / 8)),
+    )
+    for card, share in zip("012", shares, strict=True)
 }
 """How often the player bets (or calls), by its card and what was done before."""
 
