@@ -3,7 +3,8 @@
     CACHE/DIGEST.tar      the files that the steps of an image have written
     CACHE/DIGEST.lock     held by whoever makes it; others wait
 
-The digest is of the base, of all steps and of every file that they copy.
+The digest is of the base, of all steps and of every file that they copy. An image with which no
+episode has begun for ``UNUSED_S`` is removed when another one is made.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import hashlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,9 @@ from libra_cli.envs.sandbox.spec import SandboxSpec
 
 HOST = "host"
 """The base that is the host's own programs and libraries, read only."""
+UNUSED_S = 30 * 86400.0
+"""Seconds for which an image is kept that nobody begins with: longer than any run of ours goes on
+with the same tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,9 @@ class Builder:
             with _alone(file):
                 if not file.exists():
                     self._make(image, file, timeout_s)
+                    _remove_unused(self.cache)
                 snapshot = Snapshot.load(file)
+                os.utime(file)
         except OSError as error:
             raise EnvironmentBroken(
                 f"the image of {image.where} cannot be kept in {self.cache}: {error}",
@@ -80,6 +87,15 @@ def _keep(snapshot: Snapshot, file: Path) -> None:
     with contextlib.closing(snapshot), tempfile.TemporaryDirectory(dir=file.parent) as directory:
         snapshot.save(made := Path(directory) / file.name)
         os.replace(made, file)
+
+
+def _remove_unused(cache: Path) -> None:
+    """Remove images that were not begun with for long; who still reads one keeps it until then."""
+    oldest = time.time() - UNUSED_S
+    for file in cache.glob("*.tar"):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if file.stat().st_mtime < oldest:
+                file.unlink()
 
 
 def _make_directories(sandbox: Sandbox, image: Image) -> None:

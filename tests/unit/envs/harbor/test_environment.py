@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import pytest
 
 from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.envs.agents.enclosed import EnclosedJob
+from libra_cli.envs.harbor.builder import UNUSED_S
 from libra_cli.envs.harbor.environment import Harbor
 from libra_cli.envs.protocol import Finished, ToolCall, ToolFailed
 from libra_cli.envs.sandbox.sandboxes import Sandboxes
@@ -186,6 +190,21 @@ def test_variables_come_from_the_recipe_or_have_a_default(begin: Begin) -> None:
         wanting.solve()
 
 
+def test_an_agent_works_in_the_task_and_is_scored_by_its_tests(begin: Begin) -> None:
+    script = 'test -f notes.txt && echo "$WORD" > done.txt'
+    job = EnclosedJob(["sh", "-c", script], {"WORD": "yes"}, [], "{}", 9, "key", "model", 30.0)
+    environment = begin()
+    assert job.play(environment.agent_place()).code == 0
+    assert environment.score("") == 1.0
+
+
+def test_an_agent_has_the_time_of_the_task(begin: Begin) -> None:
+    environment = begin(settings=f"{SETTINGS}[agent]\ntimeout_sec = 0.5\n")
+    job = EnclosedJob(["sleep", "60"], {}, [], "{}", 9, "key", "model", 30.0)
+    assert job.play(environment.agent_place()).code == 0
+    assert environment.score("") == 0.0
+
+
 def test_an_image_is_made_as_its_dockerfile_says(begin: Begin) -> None:
     environment = begin(
         "FROM python:3.12\nENV WORD='two words'\nWORKDIR /work/here\nCOPY bin/ /opt/bin/\n"
@@ -207,6 +226,19 @@ def test_an_image_is_made_once(begin: Begin, tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("*.tar"))) == 1
     stamps.add(bash(begin(f"{dockerfile}RUN true\n"), "cat stamp"))
     assert len(stamps) == 2
+
+
+def test_an_image_that_nobody_has_begun_with_for_long_goes_when_another_is_made(
+    begin: Begin, tmp_path: Path
+) -> None:
+    long_ago = time.time() - 2 * UNUSED_S
+    for line in ("RUN echo 1 > /first", "RUN echo 1 > /second"):
+        begin(f"FROM a\n{line}\n")
+        for kept in (tmp_path / "cache").glob("*.tar"):
+            os.utime(kept, (long_ago, long_ago))
+    begin("FROM a\nRUN echo 1 > /first\n")  # which was made before
+    begin("FROM a\nRUN echo 1 > /third\n")
+    assert len(list((tmp_path / "cache").glob("*.tar"))) == 2
 
 
 def test_episodes_do_not_see_one_another(begin: Begin) -> None:
