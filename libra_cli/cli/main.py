@@ -29,6 +29,7 @@ from libra_cli.cli.serve import serve
 from libra_cli.cli.show import show
 from libra_cli.cli.tasks import tasks
 from libra_cli.cli.terminal import err, errors_told, out
+from libra_cli.cli.tinker import tinker
 from libra_cli.config.errors import StateError
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ app.command()(explain)
 app.command("help")(show_help)
 app.command()(serve)
 app.command()(show)
+app.command()(tinker)
 app.add_typer(bench, name="bench")
 app.add_typer(tasks, name="tasks")
 

@@ -36,8 +36,9 @@ def peft_config(spec: LoraSpec, targets: Collection[str], **more: Any) -> Any:
     )
 
 
-def add_adapter(model: nn.Module, spec: LoraSpec) -> nn.Module:
+def add_adapter(model: nn.Module, spec: LoraSpec, *, name: str = NAME) -> nn.Module:
     """Freeze a transformers model and give it an adapter in float32 that changes nothing yet.
+    A ``name`` of its own lets it stand beside others, of which PEFT computes with the active one.
 
     Raises:
         TrainerError: the model has none of the matrices that the recipe names.
@@ -49,7 +50,7 @@ def add_adapter(model: nn.Module, spec: LoraSpec) -> nn.Module:
     # put an adapter on these and on routers; of a module that has one in it, it knows nothing.
     inside = nn.ModuleDict({"model": model})
     try:
-        inject_adapter_in_model(peft_config(spec, _targets(model, spec)), inside, adapter_name=NAME)
+        inject_adapter_in_model(peft_config(spec, _targets(model, spec)), inside, adapter_name=name)
     except ValueError as error:
         raise TrainerError(
             f"PEFT puts no adapter into {type(model).__name__}: {error}",

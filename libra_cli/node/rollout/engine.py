@@ -42,6 +42,7 @@ from libra_cli.node.rollout.draft_head import HEADS
 from libra_cli.node.rollout.draft_switch import DraftSwitch
 from libra_cli.node.rollout.prompt_images import PromptImages
 from libra_cli.node.rollout.proof import prove_loaded
+from libra_cli.node.rollout.served_adapters import ServedAdapters
 from libra_cli.node.rollout.turn import Answer, TurnRefused, TurnTokens, reason_of
 
 UNKNOWN_VERSION = "default"
@@ -78,6 +79,7 @@ class VllmEngine:
         """What of vLLM's engine runs, in words."""
         self._images = PromptImages(config.model_config.model)
         self._turns: dict[str, TurnTokens] = {}
+        self._adapters = ServedAdapters()
         self._label = UNKNOWN_VERSION
         self._counters: Counter[str] = Counter()
         self._is_asleep = False
@@ -119,7 +121,7 @@ class VllmEngine:
 
         Raises:
             TurnRefused: the prompt is too long, not of this model's tokens, or its images are of
-                other lengths.
+                other lengths, or there is no such adapter.
         """
         prompt_ids = array("i", order["prompt_ids"]).tolist()
         self._check(prompt_ids)
@@ -136,10 +138,12 @@ class VllmEngine:
                 bool(order["to_the_end"]),
                 bool(order["score_prompt"]),
                 order["routes_from"],
+                order.get("top_k", -1),
+                order.get("seed"),
             ),
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=self._adapters.request(order.get("adapter")),
             # KV is reused only under the same salt: that of older versions where it is asked for.
             cache_salt=order["cache_salt"],
             data_parallel_rank=None,
@@ -149,6 +153,14 @@ class VllmEngine:
         self._turns[name] = TurnTokens(
             prompt_tokens=len(prompt_ids), routes_from=order["routes_from"]
         )
+
+    def add_adapter(self, name: str, config: str, tensors: bytes) -> None:
+        """Load an adapter of PEFT's files, which turns may name then.
+
+        Raises:
+            ValueError: this engine takes none, or none of this form or rank.
+        """
+        self._core.add_lora(self._adapters.add(name, config, tensors))
 
     def _check(self, prompt_ids: Sequence[int]) -> None:
         length = len(prompt_ids)
@@ -385,12 +397,16 @@ def _sampling_params(
     to_the_end: bool,
     score_prompt: bool,
     routes_from: int,
+    top_k: int,
+    seed: int | None,
 ) -> SamplingParams:
     """One object for each kind of sampling: vLLM checks all its fields when it is made."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
+        top_k=top_k,
+        seed=seed,
         stop_token_ids=list(stop_token_ids),
         ignore_eos=to_the_end,
         logprobs=0,

@@ -11,7 +11,9 @@ See ``node.control`` for the form of the stream; the run's token is read from LI
     counters    {}                                      see ``VllmEngine.counters``
     generate    prompt_ids, max_tokens, temperature,    token_ids, logprobs, spans [label, start,
                 top_p, stop_token_ids, to_the_end,      end], finish_reason, prompt_logprobs; when
-                score_prompt, cache_salt, priority      the turn has ended
+                score_prompt, cache_salt, priority;     the turn has ended
+                or also adapter, seed, top_k
+    adapter     name, config, tensors: PEFT's files     {}: turns may name this adapter
     abort       call: that of a generate                {}; the turn's own answer comes with it
     prepare     directory                               done: workers have the version in memory;
                                                         nothing waits for it, so ask again. loads:
@@ -92,6 +94,9 @@ class Server(ControlServer):
                 self._engine.add(name, order)
                 self._asked[name] = (connection, call)
                 return None
+            case "adapter":
+                self._engine.add_adapter(order["name"], order["config"], order["tensors"])
+                return {}
             case "abort":
                 name = _name(connection, order["call"])
                 answer = self._engine.abort(name)
@@ -102,14 +107,17 @@ class Server(ControlServer):
                 return {"done": self._engine.prepare(order["directory"]), "loads": self._loads}
             case "load":
                 return self._load(order)
-            case "sleep":
-                self._reply(self._engine.sleep())
-                return {}
-            case "wake":
-                self._engine.wake()
-                return {}
+            case "sleep" | "wake":
+                return self._sleep_or_wake(operation)
             case _:
                 return self._tell(operation)
+
+    def _sleep_or_wake(self, operation: str) -> Answer:
+        if operation == "sleep":
+            self._reply(self._engine.sleep())
+        else:
+            self._engine.wake()
+        return {}
 
     def _load(self, order: dict[str, Any]) -> Answer:
         if order["loads"] != self._loads:

@@ -142,6 +142,22 @@ class ServerClient(ControlClient):
             return turn_failed(action, reason, refused=refused)
 
     @reads_answers(ServerError)
+    async def add_adapter(self, name: str, config: str, tensors: bytes) -> None:
+        """Give it an adapter, in PEFT's files, that orders may name; it must take adapters.
+
+        Raises:
+            ServerError: it does not take this one.
+        """
+        order = {"name": name, "config": config, "tensors": tensors}
+        await self._call("adapter", order, timeout_s=PROBE_TIMEOUT_S)
+
+    @reads_answers(ServerError)
+    async def sample_tokens(self, order: Answer) -> Answer:
+        """Have it generate by an order of ``node.rollout.server``, as it is; raises ServerError."""
+        whole = {**_order([], max_tokens=1, cache_salt=UNLOADED), **order}
+        return await self._call("generate", whole, timeout_s=GENERATE_TIMEOUT_S)
+
+    @reads_answers(ServerError)
     async def abort(self, request: int) -> None:
         """End a generation; its reply then has what there is. Raises ServerError."""
         if request in self._turns:

@@ -39,7 +39,7 @@ FILLERS = re.compile(
     re.IGNORECASE,
 )
 MOST_FUNCTIONS_OVER_50_LINES = 3
-MOST_WITH_THE_WHOLE_RECIPE = {"core": 60, "everywhere": 155}
+MOST_WITH_THE_WHOLE_RECIPE = {"core": 60, "everywhere": 156}
 MOST_FILES_NAMING = {
     "critic": 19,
     "distillation": 29,

@@ -1,0 +1,84 @@
+"""``libra tinker``: serves Tinker's SDK on the hosts of a recipe, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from libra_cli.config.recipe import ModelSpec
+from libra_cli.config.secrets import known_secrets, masker
+from libra_cli.runtime.recipes.loader import load_recipe
+from libra_cli.runtime.supervision.quotations import masked_errors
+from libra_cli.runtime.tinker.adapters import SavedAdapters
+from libra_cli.runtime.tinker.hosts import TinkerHosts
+from libra_cli.runtime.tinker.service import ServedModel, TinkerService
+
+
+@dataclass(frozen=True, slots=True)
+class TinkerAddress:
+    """What a client needs: where the service is, its key, and what the model is called."""
+
+    url: str
+    key: str
+    model: str
+
+
+def serve(
+    recipe_path: Path,
+    directory: Path,
+    *,
+    port: int,
+    max_rank: int,
+    ready: Callable[[TinkerAddress], None],
+    note: Callable[[str], None],
+) -> None:
+    """Serve until Ctrl-C; ``directory`` keeps what clients save.
+
+    Raises:
+        RecipeError: the recipe has a problem, or trains on more than one slot.
+        LibraError: a host, the trainer or a server failed.
+    """
+    recipe = load_recipe(recipe_path)
+    mask = masker(known_secrets(recipe))
+    with masked_errors(mask), tempfile.TemporaryDirectory(prefix="libra-tinker-") as work:
+        hosts = TinkerHosts(
+            recipe, Path(work), max_rank=max_rank, note=lambda text: note(mask(text))
+        )
+        model = _model(recipe.model, str(hosts.model_dir), max_rank)
+        service = TinkerService(model, hosts, SavedAdapters(directory))
+        asyncio.run(_served(hosts, service, port, lambda url: ready(_address(url, service))))
+
+
+def _address(url: str, service: TinkerService) -> TinkerAddress:
+    return TinkerAddress(url, service.key, service.model.name)
+
+
+async def _served(
+    hosts: TinkerHosts, service: TinkerService, port: int, ready: Callable[[str], None]
+) -> None:
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await hosts.open()
+        ready(await service.start(port))
+        raise await hosts.until_failed()
+    except asyncio.CancelledError:
+        return
+    finally:
+        await service.close()
+        await hosts.close()
+
+
+def _model(spec: ModelSpec, here: str, max_rank: int) -> ServedModel:
+    """Name the model by its directory where that is on this machine, for clients load the tokenizer
+    from there; else by ``here``, the copy that hosts are asked for."""
+    path = None if spec.path is None else Path(spec.path).expanduser()
+    name = str(path) if path is not None and (path / "tokenizer.json").is_file() else here
+    also = frozenset({here, *((spec.path, path.name) if spec.path and path else ())})
+    return ServedModel(name, also, name, spec.max_len, max_rank)

@@ -1,0 +1,1 @@
+"""Trains adapters of several tenants on one model, by the orders of their own training loops."""

@@ -1,0 +1,69 @@
+"""What becomes of requests that take long: the client is given an id at once, and asks by it.
+
+Answers are kept until newer ones push them out, so that a client whose connection was lost asks
+again. A request that is still being worked on is never pushed out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Coroutine
+from typing import Any, TypeAlias
+
+from libra_cli.config.errors import LibraError
+
+MOST_ANSWERS = 4096
+"""Answers that are kept; a client asks for each within moments, so this is many clients' work."""
+WAIT_S = 20.0
+"""How long a question waits for its answer; the SDK's own limit is 45 seconds."""
+
+Outcome: TypeAlias = bytes | dict[str, Any]
+"""The bytes of a message, or JSON."""
+
+
+class Futures:
+    """The requests of all clients, by their ids."""
+
+    def __init__(self, most: int = MOST_ANSWERS) -> None:
+        self._most = most
+        self._tasks: dict[str, asyncio.Task[Outcome]] = {}
+
+    def begin(self, work: Coroutine[Any, Any, Outcome]) -> str:
+        """Start the work of a request and return its id."""
+        name = secrets.token_hex(12)
+        self._tasks[name] = asyncio.create_task(work, name=f"tinker request {name}")
+        done = [key for key, task in self._tasks.items() if task.done()]
+        for key in done[: max(0, len(done) - self._most)]:
+            del self._tasks[key]
+        return name
+
+    async def outcome(self, name: str, wait_s: float = WAIT_S) -> Outcome | None:
+        """Return what came of a request, or None where it is not done after ``wait_s``.
+
+        Raises:
+            KeyError: there is no such request.
+        """
+        task = self._tasks[name]
+        await asyncio.wait([task], timeout=wait_s)
+        if not task.done():
+            return None
+        if task.cancelled():
+            return {"error": "the request was cancelled", "category": "server"}
+        error = task.exception()
+        if error is None:
+            return task.result()
+        known = isinstance(error, LibraError | ValueError)
+        words = str(error) if known else f"{type(error).__name__}: {error}"
+        return {"error": words, "category": "user" if known else "server"}
+
+    def cancel(self, name: str) -> None:
+        """End the work of a request, if there is such a one that is not done."""
+        if name in self._tasks:
+            self._tasks[name].cancel()
+
+    async def close(self) -> None:
+        """End all work and wait until it has ended."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)

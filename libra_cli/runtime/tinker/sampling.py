@@ -1,0 +1,102 @@
+"""A client's wish for samples, and the order for a server that it becomes."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from libra_cli.runtime.processes.stream import Answer
+from libra_cli.runtime.tinker.wire import NotServed, SampledTokens, write_sample
+
+_NOT_SERVED = (
+    "topk_prompt_logprobs",
+    "topk_sample_logprobs",
+    "target_prompt_logprobs",
+    "prompt_alt_tokens_k",
+    "record_stability_info",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrder:
+    """Samples of one prompt: the order that every one of them is, and how many there are."""
+
+    samples: int
+    order: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        told: Mapping[str, Any],
+        *,
+        adapter: str | None,
+        max_len: int,
+        stop_token_ids: Sequence[int],
+    ) -> SampleOrder:
+        """Read a request; ``stop_token_ids`` end a sample where the request names no others.
+
+        Raises:
+            NotServed: it wants what a server here does not tell, or is too long.
+        """
+        wanted = [name for name in _NOT_SERVED if told.get(name)]
+        if wanted:
+            raise NotServed(f"{', '.join(wanted)} is not served: leave it out")
+        tokens = _tokens(told["prompt"])
+        given = told.get("sampling_params", {})
+        left = max_len - len(tokens)
+        if left < 1:
+            raise NotServed(f"the prompt has {len(tokens)} tokens, and model.max_len is {max_len}")
+        stops = given.get("stop")
+        order = {
+            "prompt_ids": array("i", tokens).tobytes(),
+            "max_tokens": min(given.get("max_tokens") or left, left),
+            "temperature": given.get("temperature", 1.0),
+            "top_p": given.get("top_p", 1.0),
+            "top_k": given.get("top_k", -1),
+            "seed": given.get("seed"),
+            "stop_token_ids": list(stop_token_ids) if stops is None else _stops(stops),
+            "to_the_end": True,
+            "score_prompt": bool(told.get("prompt_logprobs")),
+            "adapter": adapter,
+        }
+        return cls(int(told.get("num_samples", 1)), order)
+
+    def each(self) -> list[dict[str, Any]]:
+        """Return the order of every sample; a seed counts up, and the first scores the prompt."""
+        seed = self.order["seed"]
+        return [
+            {
+                **self.order,
+                "seed": None if seed is None else seed + number,
+                "score_prompt": self.order["score_prompt"] and number == 0,
+            }
+            for number in range(self.samples)
+        ]
+
+
+def _tokens(prompt: Mapping[str, Any]) -> list[int]:
+    if any("tokens" not in chunk for chunk in prompt["chunks"]):
+        raise NotServed("images and sounds are not served: a prompt may have text alone")
+    return [token for chunk in prompt["chunks"] for token in chunk["tokens"]]
+
+
+def _stops(given: str | Sequence[str] | Sequence[int]) -> list[int]:
+    found = [given] if isinstance(given, str) else given
+    if any(isinstance(one, str) for one in found):
+        raise NotServed("stop takes ids of tokens here: send [tokenizer.encode(text)[0]], or []")
+    return [int(one) for one in found]
+
+
+async def sampled(order: SampleOrder, sample: Callable[[Answer], Awaitable[Answer]]) -> bytes:
+    """Have all samples generated, and return the message that tells of them. Raises LibraError."""
+    answers = await asyncio.gather(*map(sample, order.each()))
+    sequences = [
+        SampledTokens(one["token_ids"], one["logprobs"], one["finish_reason"] == "stop")
+        for one in answers
+    ]
+    scored = answers[0]["prompt_logprobs"] if order.order["score_prompt"] else b""
+    first = array("f", [float("nan")]).tobytes() if scored else b""
+    return write_sample(sequences, first + scored)

@@ -1,0 +1,391 @@
+"""The HTTP service that Tinker's SDK talks to: one handler for each kind of request.
+
+It listens on loopback, and answers nobody who does not bring the key that was printed. Requests
+that take long are futures: their id is answered at once, and ``retrieve_future`` waits for them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from hmac import compare_digest
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from libra_cli.config.errors import LibraError, StateError
+from libra_cli.runtime.processes.stream import Answer
+from libra_cli.runtime.tinker.adapters import ALPHA, AdapterShape, SavedAdapters
+from libra_cli.runtime.tinker.futures import Futures, Outcome
+from libra_cli.runtime.tinker.sampling import SampleOrder, sampled
+from libra_cli.runtime.tinker.turns import Turns
+from libra_cli.runtime.tinker.wire import NotServed, read_training_pass, write_training_output
+
+API = "/api/v1"
+LONGEST_BODY = 256 * 1024**2
+"""Bytes of a request; the SDK cuts training data into requests of 5 MB."""
+PROTOBUF = "application/x-protobuf"
+Json = dict[str, Any]
+ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
+"""The settings of an optimizer's step that a request leaves out, as the SDK has them."""
+
+
+class Workers(Protocol):
+    """What does the work of requests (``libra_cli.runtime.tinker.hosts.TinkerHosts``)."""
+
+    stop_token_ids: tuple[int, ...]
+
+    async def train(self, operation: str, order: Mapping[str, Any]) -> Answer:
+        """Have the trainer carry out an order."""
+
+    async def add_adapter(self, name: str, config: str, tensors: bytes) -> None:
+        """Give every server an adapter to sample from."""
+
+    async def sample(self, order: Mapping[str, Any]) -> Answer:
+        """Have a server sample one sequence."""
+
+
+@dataclass(slots=True)
+class TrainedModel:
+    """An adapter that a client trains, and the order of its requests."""
+
+    shape: AdapterShape
+    turns: Turns = field(default_factory=Turns)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model of the recipe, as clients name it."""
+
+    name: str
+    also: frozenset[str]
+    """Other names that are understood."""
+    tokenizer: str
+    max_len: int
+    max_rank: int
+
+
+class TinkerService:
+    """Answers the SDK's requests, with the work of a recipe's hosts."""
+
+    def __init__(self, model: ServedModel, workers: Workers, saved: SavedAdapters) -> None:
+        self.key = f"tml-{secrets.token_urlsafe(24)}"
+        self.model = model
+        self._workers = workers
+        self._saved = saved
+        self._futures = Futures()
+        self._models: dict[str, TrainedModel] = {}
+        self._samplers: dict[str, str | None] = {}
+        """The path of the adapter of a sampling session, None of the model itself."""
+        self._on_servers: set[str] = set()
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, port: int) -> str:
+        """Listen on a port of loopback, 0 for any free one, and return the address.
+
+        Raises:
+            StateError: the port is taken.
+        """
+        app = web.Application(middlewares=[self._guard], client_max_size=LONGEST_BODY)
+        for name, handler in self._handlers().items():
+            app.router.add_post(f"{API}/{name}", _json(handler))
+        app.router.add_get(f"{API}/healthz", _json(self._empty))
+        app.router.add_get(f"{API}/get_server_capabilities", _json(self._capabilities))
+        app.router.add_get(f"{API}/samplers/{{sampler}}", self._sampler)
+        app.router.add_post(f"{API}/sessions/{{session}}/finish", self._finish_session)
+        app.router.add_post(f"{API}/forward_backward", self._forward_backward)
+        app.router.add_post(f"{API}/retrieve_future", self._retrieve)
+        self._runner = web.AppRunner(app, access_log=None)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        except OSError as error:
+            await self.close()
+            hint = "name another with --port, or leave it out for any free one"
+            raise StateError(f"port {port} cannot be had: {error}", hint=hint) from error
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        await self._futures.close()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _handlers(self) -> Mapping[str, Callable[[Json], Awaitable[Json]]]:
+        return {
+            "client/config": self._config,
+            "client/dynamic_config": self._empty,
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "telemetry": self._telemetry,
+            "create_model": self._create_model,
+            "get_info": self._info,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "load_weights": self._load_weights,
+            "weights_info": self._weights_info,
+            "create_sampling_session": self._create_sampling_session,
+            "asample": self._sample,
+            "cancel_future": self._cancel,
+        }
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("X-Api-Key", "")
+        if not compare_digest(given.encode(), self.key.encode()):
+            return _refusal(401, "TINKER_API_KEY is not the key that libra tinker has printed")
+        try:
+            return await handler(request)
+        except (LibraError, KeyError, TypeError, ValueError) as error:
+            words = str(error) if isinstance(error, LibraError) else f"a wrong request: {error!r}"
+            return _refusal(422, words)
+
+    # -- sessions -------------------------------------------------------------------------------
+
+    async def _empty(self, told: Json) -> Json:
+        return {"status": "ok"}
+
+    async def _config(self, told: Json) -> Json:
+        return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False}
+
+    async def _capabilities(self, told: Json) -> Json:
+        known = {"trainable": True, "sampleable": True, "max_context_length": self.model.max_len}
+        return {"supported_models": [{"model_name": self.model.name, **known}]}
+
+    async def _create_session(self, told: Json) -> Json:
+        words = "adapters are on attention and MLP layers; train_unembed adds none to the output"
+        return {"session_id": secrets.token_hex(8), "info_message": words}
+
+    async def _heartbeat(self, told: Json) -> Json:
+        return {"type": "session_heartbeat"}
+
+    async def _telemetry(self, told: Json) -> Json:
+        return {"status": "accepted"}
+
+    async def _finish_session(self, request: web.Request) -> web.Response:
+        """Let go of the adapters of a session whose client has ended, in their memory."""
+        begins = f"{request.match_info['session']}:train:"
+        for model_id in [one for one in self._models if one.startswith(begins)]:
+            del self._models[model_id]
+            await self._workers.train("unload", {"model": model_id})
+        return web.json_response({})
+
+    # -- training -------------------------------------------------------------------------------
+
+    async def _create_model(self, told: Json) -> Json:
+        self._check_base(told["base_model"])
+        if told.get("optimizer_config", {}).get("type", "adamw") != "adamw":
+            raise NotServed("of optimizers adamw is served")
+        lora = told.get("lora_config") or {"rank": self.model.max_rank}
+        shape, model_id = (
+            AdapterShape.of(lora),
+            f"{told['session_id']}:train:{told['model_seq_id']}",
+        )
+        seed = lora.get("seed")
+        return self._begin(model_id, self._create(model_id, shape, seed))
+
+    def _begin(self, model_id: str, work: Coroutine[Any, Any, Outcome]) -> Json:
+        return {"request_id": self._futures.begin(work), "model_id": model_id}
+
+    async def _create(self, model_id: str, shape: AdapterShape, seed: int | None) -> Outcome:
+        if model_id in self._models:  # asked again
+            return {"model_id": model_id, "type": "create_model"}
+        if not 1 <= shape.rank <= self.model.max_rank:
+            most = self.model.max_rank
+            raise NotServed(f"rank {shape.rank}: ranks of 1 to {most} are served (--max-rank)")
+        seed = secrets.randbits(31) if seed is None else seed
+        order = {"rank": shape.rank, "alpha": ALPHA, "targets": shape.targets, "seed": seed}
+        await self._workers.train("create", {"model": model_id, **order})
+        self._models[model_id] = TrainedModel(shape)
+        return {"model_id": model_id, "type": "create_model"}
+
+    async def _info(self, told: Json) -> Json:
+        model_id, name = told["model_id"], self.model.name
+        return {
+            "type": "get_info",
+            "model_id": model_id,
+            "model_data": {"model_name": name, "tokenizer_id": self.model.tokenizer},
+            "is_lora": True,
+            "lora_rank": self._trained(model_id).shape.rank,
+            "model_name": name,
+        }
+
+    async def _forward_backward(self, request: web.Request) -> web.Response:
+        asked = read_training_pass(await request.read())
+        order = {
+            "model": asked.model_id,
+            "data": asked.data,
+            "loss": asked.loss,
+            "settings": asked.settings,
+            "backward": not asked.forward_only,
+        }
+
+        async def work() -> Outcome:
+            answer = await self._workers.train("forward_backward", order)
+            return write_training_output(answer["logprobs"], {"loss:sum": answer["loss"]})
+
+        return web.json_response(self._in_turn(asked.model_id, asked.seq_id, work))
+
+    async def _optim_step(self, told: Json) -> Json:
+        given = told["adam_params"]
+        if given.get("type", "adamw") != "adamw":
+            raise NotServed("of optimizers adamw is served")
+        unset = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
+        settings = {key: float(given.get(key, usual)) for key, usual in (ADAM | unset).items()}
+
+        async def work() -> Outcome:
+            order = {"model": told["model_id"], "settings": settings}
+            answer = await self._workers.train("step", order)
+            return {"metrics": {"grad_norm:mean": answer["norm"]}}
+
+        return self._in_turn(told["model_id"], told["seq_id"], work)
+
+    def _in_turn(
+        self, model_id: str, number: int, work: Callable[[], Coroutine[Any, Any, Outcome]]
+    ) -> Json:
+        """Begin a request of a model when its turn comes; one that was sent before is known."""
+        turns = self._trained(model_id).turns
+
+        async def waiting() -> Outcome:
+            async with turns.turn(number):
+                return await work()
+
+        if number not in turns.known:
+            turns.known[number] = self._futures.begin(waiting())
+        return {"request_id": turns.known[number], "model_id": model_id}
+
+    def _trained(self, model_id: str) -> TrainedModel:
+        if model_id not in self._models:
+            raise NotServed(f"there is no model {model_id}")
+        return self._models[model_id]
+
+    # -- saving and loading ---------------------------------------------------------------------
+
+    async def _save_weights(self, told: Json) -> Json:
+        async def work() -> Outcome:
+            path = await self._save(told["model_id"], "weights", told.get("path"))
+            return {"path": path, "type": "save_weights"}
+
+        return self._in_turn(told["model_id"], told["seq_id"], work)
+
+    async def _save_for_sampler(self, told: Json) -> Json:
+        async def work() -> Outcome:
+            path = await self._save(told["model_id"], "sampler_weights", told.get("path"))
+            if told.get("sampling_session_seq_id") is None:
+                return {"path": path, "type": "save_weights_for_sampler"}
+            sampler = await self._new_sampler(path)
+            return {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
+
+        return self._in_turn(told["model_id"], told["seq_id"], work)
+
+    async def _save(self, model_id: str, kind: str, name: str | None) -> str:
+        order = {"model": model_id, "optimizer": kind == "weights"}
+        answer = await self._workers.train("save", order)
+        config = self._trained(model_id).shape.config(self.model.name)
+        return self._saved.save(model_id, kind, name, config=config, tensors=answer["file"])
+
+    async def _load_weights(self, told: Json) -> Json:
+        path, with_optimizer = told["path"], bool(told["optimizer"])
+        model_id = told.get("model_id") or f"{told['session_id']}:train:{told['model_seq_id']}"
+        shape, tensors = self._saved.shape(path), self._saved.load(path)[1]
+
+        async def work() -> Outcome:
+            order = {"model": model_id, "file": tensors, "optimizer": with_optimizer}
+            await self._workers.train("load", order)
+            return {"path": path, "model_id": model_id, "type": "load_weights"}
+
+        async def created() -> Outcome:
+            await self._create(model_id, shape, None)
+            return await work()
+
+        if told.get("model_id") is None:
+            return self._begin(model_id, created())
+        return self._in_turn(model_id, told["seq_id"], work)
+
+    async def _weights_info(self, told: Json) -> Json:
+        shape = self._saved.shape(told["tinker_path"])
+        return {"base_model": self.model.name, "is_lora": True, "lora_rank": shape.rank}
+
+    # -- sampling -------------------------------------------------------------------------------
+
+    async def _create_sampling_session(self, told: Json) -> Json:
+        path = told.get("model_path")
+        if path is None:
+            self._check_base(told["base_model"])
+        return {
+            "type": "create_sampling_session",
+            "sampling_session_id": await self._new_sampler(path),
+        }
+
+    async def _new_sampler(self, path: str | None) -> str:
+        if path is not None and path not in self._on_servers:
+            await self._workers.add_adapter(path, *self._saved.load(path))
+            self._on_servers.add(path)
+        name = f"sampler-{secrets.token_hex(8)}"
+        self._samplers[name] = path
+        return name
+
+    async def _sampler(self, request: web.Request) -> web.Response:
+        name = request.match_info["sampler"]
+        path = self._adapter_of(name)
+        told = {"sampler_id": name, "base_model": self.model.name, "model_path": path}
+        return web.json_response(told)
+
+    def _adapter_of(self, sampler: str) -> str | None:
+        if sampler not in self._samplers:
+            raise NotServed(f"there is no sampling session {sampler}")
+        return self._samplers[sampler]
+
+    async def _sample(self, told: Json) -> Json:
+        session = told.get("sampling_session_id") or await self._new_sampler(told.get("model_path"))
+        order = SampleOrder.of(
+            told,
+            adapter=self._adapter_of(session),
+            max_len=self.model.max_len,
+            stop_token_ids=self._workers.stop_token_ids,
+        )
+        return {
+            "request_id": self._futures.begin(sampled(order, self._workers.sample)),
+            "sample_sequence_ids": [secrets.token_hex(8) for _ in range(order.samples)],
+        }
+
+    # -- futures --------------------------------------------------------------------------------
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        name = (await request.json())["request_id"]
+        try:
+            outcome = await self._futures.outcome(name)
+        except KeyError:
+            return _refusal(404, f"there is no request {name}, or its answer is not kept any more")
+        if outcome is None:
+            waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}
+            return web.json_response(waiting)
+        if isinstance(outcome, bytes):
+            return web.Response(body=outcome, content_type=PROTOBUF)
+        return web.json_response(outcome)
+
+    async def _cancel(self, told: Json) -> Json:
+        self._futures.cancel(told["request_id"])
+        return {}
+
+    def _check_base(self, name: str) -> None:
+        if name != self.model.name and name not in self.model.also:
+            raise NotServed(f"{name} is not served here: the base model is {self.model.name}")
+
+
+def _json(handler: Callable[[Json], Awaitable[Json]]) -> Any:
+    """Return a handler of aiohttp's that reads JSON and answers with it."""
+
+    async def handle(request: web.Request) -> web.Response:
+        told = await request.read()
+        return web.json_response(await handler(json.loads(told) if told else {}))
+
+    return handle
+
+
+def _refusal(status: int, words: str) -> web.Response:
+    return web.json_response({"error": words, "detail": words}, status=status)

@@ -1,0 +1,87 @@
+"""Requests of a client are carried out once and in their order, and their answers are kept."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from libra_cli.config.errors import LibraError, StateError
+from libra_cli.runtime.tinker.adapters import AdapterShape, SavedAdapters
+from libra_cli.runtime.tinker.futures import Futures, Outcome
+from libra_cli.runtime.tinker.turns import Turns
+
+
+def test_requests_that_come_in_any_order_take_their_turns() -> None:
+    done: list[int] = []
+
+    async def scene() -> None:
+        turns = Turns()
+
+        async def one(number: int) -> None:
+            async with turns.turn(number):
+                await asyncio.sleep(0)
+                done.append(number)
+
+        await asyncio.gather(*(one(number) for number in (3, 1, 2)))
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+    assert done == [1, 2, 3]
+
+
+def test_a_request_that_fails_lets_the_next_one_go_on_and_a_missing_one_is_told() -> None:
+    async def scene() -> None:
+        turns = Turns(missing_s=0.01)
+        with pytest.raises(ZeroDivisionError):
+            async with turns.turn(1):
+                raise ZeroDivisionError
+        async with turns.turn(2):
+            pass
+        with pytest.raises(LibraError, match="request 4 waited"):
+            async with turns.turn(4):
+                pass
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+def test_answers_are_kept_until_newer_ones_push_them_out() -> None:
+    async def answer(number: int) -> Outcome:
+        return {"number": number}
+
+    async def wrong() -> Outcome:
+        raise StateError("the disk is full")
+
+    async def scene() -> None:
+        futures = Futures(most=2)
+        first = futures.begin(answer(1))
+        assert await futures.outcome(first) == await futures.outcome(first) == {"number": 1}
+        slow = futures.begin(asyncio.sleep(3600, {}))
+        assert await futures.outcome(slow, 0.01) is None
+        failed = futures.begin(wrong())
+        told = await futures.outcome(failed)
+        assert told == {"error": "the disk is full", "category": "user"}
+        for number in range(3):
+            await futures.outcome(futures.begin(answer(number)))
+        with pytest.raises(KeyError):
+            await futures.outcome(first)
+        futures.cancel(slow)
+        assert "cancelled" in str(await futures.outcome(slow))
+        await futures.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
+def test_saved_adapters_are_found_by_their_paths_and_no_others(tmp_path: Path) -> None:
+    saved = SavedAdapters(tmp_path)
+    shape = AdapterShape.of({"rank": 8, "train_mlp": False})
+    saved.save("s:train:0", "weights", "a", config=shape.config("m"), tensors=b"one")
+    path = saved.save("s:train:0", "weights", "a", config=shape.config("m"), tensors=b"two")
+    assert path == "tinker://s:train:0/weights/a"
+    assert SavedAdapters(tmp_path).load(path)[1] == b"two"
+    assert saved.shape(path) == shape
+    with pytest.raises(StateError, match="nothing is saved"):
+        saved.load("tinker://s:train:0/weights/b")
+    for wrong in ("tinker://../weights/a", "tinker://s/..//a", "/etc/passwd", "tinker://s/weights"):
+        with pytest.raises(LibraError, match="no path"):
+            saved.load(wrong)
