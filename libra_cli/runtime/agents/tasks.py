@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -109,8 +108,7 @@ class AgentTasks:
             EnvironmentBroken: there is no such sandbox, or the agent cannot be started in it.
         """
         task = next(one for known, one in self._tasks.items() if str(known) == trajectory)
-        running = task.line.last = asyncio.create_task(task.environment.run_agent(job))
-        return await asyncio.shield(running)
+        return await task.source.calls.run_on(task.line, lambda: task.environment.run_agent(job))
 
     async def score(
         self, trajectory: TrajectoryId, answer: str, conversation: Sequence[Message]

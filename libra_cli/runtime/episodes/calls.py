@@ -46,15 +46,18 @@ class Calls:
         Raises:
             TimeoutError: it took longer than ``limit_s``.
         """
-        async with self._permits:
-            task = line.last = asyncio.create_task(call())
-            try:
-                async with asyncio.timeout(self.limit_s):
-                    return await asyncio.shield(task)
-            finally:
-                if not task.done():  # it takes too long, or the trajectory was cancelled
-                    self.hung += 1
-                    task.add_done_callback(self._came_back)
+        async with self._permits, asyncio.timeout(self.limit_s):
+            return await self.run_on(line, call)
+
+    async def run_on(self, line: CallLine, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Make a call now, however long it takes, and abandon it if this is cancelled."""
+        task = line.last = asyncio.create_task(call())
+        try:
+            return await asyncio.shield(task)
+        finally:
+            if not task.done():  # it takes too long, or the trajectory was cancelled
+                self.hung += 1
+                task.add_done_callback(self._came_back)
 
     async def wait(self, line: CallLine) -> None:
         """Wait for a call that may hang, for as long as a call may take.

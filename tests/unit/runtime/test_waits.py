@@ -39,6 +39,7 @@ ALLOWED: dict[str, str] = {
     "runtime/trainer/checkpoints.py:answer_of": "SERVE_S, or an export, which whoever waits ends",
     "runtime/doctor/remote_files.py:copy_file": "each read has the deadline of its transport",
     "runtime/agents/server.py:_json_of": "the agent's own request; the end of its play closes it",
+    "runtime/tinker/service.py": "a client's own request; the end of the service closes it",
     # Queues of work: who waits here has nothing to do.
     "node/agent/main.py:serve": "the agent's life; the lease ends it",
     "runtime/driver.py:run": "the run's events; timers come from the machine",
@@ -61,7 +62,10 @@ ALLOWED: dict[str, str] = {
     "runtime/agents/server.py:answer": "results of futures that are done",
     "runtime/episodes/in_process.py": "a call to an environment: Calls.wait has its deadline",
     "runtime/episodes/workers.py:_ask": "a call to an environment: Calls.wait has its deadline",
+    "runtime/episodes/calls.py:run_on": "Calls.limit_s, or of an agent in a sandbox its own time",
     "runtime/processes/tasks.py:during": "its end cancels the work, which has deadlines of its own",
+    "runtime/tinker/futures.py:outcome": "the result of a task that is done",
+    "runtime/tinker/hosts.py:until_failed": "the service's life; an interrupt ends it",
     "runtime/session.py:_leave_models": "exports, after the run; whoever waits ends them",
     "runtime/trainer/run_exports.py:leave": "exports, after the run; whoever waits ends them",
     "runtime/store/journal.py:close": "a thread that is told to stop, at the end of a flush",
