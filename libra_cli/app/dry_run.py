@@ -73,7 +73,7 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
     _check_model(file, degrees, quantized=quantized, images=recipe.model.images)
     _check_drafts(recipe.rollout.speculative, recipe.nodes, file)
     hosts = dry_run(recipe, placed=placed)
-    names, interface = [node.name for node in recipe.nodes], recipe.weight_sync.trusted_interface
+    interface, names = recipe.weight_sync.trusted_interface, [n.name for n in recipe.slot_nodes]
     versions = _told_versions(interface, node_of(found.plan.train[0]), names)
     memory, advice = _memory_of(recipe, *placed), PlannedRun(recipe, *placed).advice_beforehand()
     return recipe, DryRun(found.plan, hosts, memory, tasks, versions, advice)

@@ -163,7 +163,7 @@ def _print_dry_run(told: DryRun) -> None:
 
 
 def _print_host(host: HostPlan) -> None:
-    roles = ", ".join(f"{slot.id} {role}" for slot, role in host.slots)
+    roles = ", ".join(f"{slot.id} {role}" for slot, role in host.slots) or "environments, agents"
     out.print(f"\n[bold]{host.node.name}[/] ({host.node.reach}): {roles}", highlight=False)
     for spec in host.processes:
         _print_process(spec)

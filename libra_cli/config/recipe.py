@@ -41,7 +41,7 @@ from libra_cli.config.rules import ALGORITHM_RULES, problems_between_fields
 from libra_cli.config.secrets import argument_problems, environment_problems
 from libra_cli.config.training import ReplaySpec, TrainingSpec
 
-PoolName: TypeAlias = Literal["rollout", "train", "hybrid", "auto"]
+PoolName: TypeAlias = Literal["rollout", "train", "hybrid", "auto", "environments"]
 
 ToolFormatName: TypeAlias = Literal[
     "auto",
@@ -209,7 +209,9 @@ class NodeSpec(Section):
         ]
         | None
     ) = None
-    """What its slots may do: one word for all of them, or a list with one for each. Null: auto."""
+    """What its slots may do: one word for all of them, or a list with one for each. Null: auto.
+    A host of the pool environments has no slots and no GPUs: it plays what names it in
+    environment.workers.nodes or agent.nodes."""
     share: ShareSpec | None = None
     """A server and the trainer side by side on its GPUs, each with a share of the memory of every
     GPU: {rollout: 0.3, train: 0.6}. Of a host without GPUs they are shares of its memory. They are
@@ -247,6 +249,9 @@ class NodeSpec(Section):
 
     def problems(self) -> Iterator[Problem]:
         """Yield pools and GPUs that do not fit the slots, and secrets in the environment."""
+        if "environments" in (self.pool or ()):
+            yield from self._slots_for_environments()
+            return
         slots, pools = self.num_slots, len(self.pool or ("auto",))
         if pools not in (1, slots):
             yield Problem(
@@ -267,6 +272,18 @@ class NodeSpec(Section):
         yield from self._share_problems()
         yield from environment_problems(self.env, "environment.secrets")
 
+    def _slots_for_environments(self) -> Iterator[Problem]:
+        """Yield what a host that only plays environments does not have."""
+        if len(self.pool or ()) > 1:
+            yield Problem(("pool",), "is environments for all of a host or for none of it")
+        given = {"gpus": self.gpus, "slots": self.slots, "cores": self.cores, "share": self.share}
+        for key in (key for key, value in given.items() if value):
+            yield Problem(
+                (key, "pool"),
+                "is given, but a host of the pool environments has no slots: leave it out",
+            )
+        yield from environment_problems(self.env, "environment.secrets")
+
     def _share_problems(self) -> Iterator[Problem]:
         """Yield shares of others than a server and a trainer."""
         if self.share is None:
@@ -280,8 +297,15 @@ class NodeSpec(Section):
 
     @property
     def extra(self) -> str:
-        """The extra of libra's package that holds what its processes there need."""
+        """The extra of libra's package that holds what its processes there need; empty for none."""
+        if self.only_plays:
+            return ""
         return "gpu" if self.gpus else "cpu"
+
+    @property
+    def requirement(self) -> str:
+        """What pip installs there."""
+        return f"libra-rl[{self.extra}]" if self.extra else "libra-rl"
 
     @property
     def name(self) -> str:
@@ -304,8 +328,15 @@ class NodeSpec(Section):
         return self.gpus > 0 and (self.slots, self.pool, self.share) == (None, None, None)
 
     @property
+    def only_plays(self) -> bool:
+        """Whether the host has no slots, and only environments and agents run there."""
+        return self.pool == ("environments",)
+
+    @property
     def num_slots(self) -> int:
         """The number of slots, if the planner does not cut it up."""
+        if self.only_plays:
+            return 0
         return self.slots or (1 if self.share is None else 2)
 
     @property
@@ -317,6 +348,8 @@ class NodeSpec(Section):
     @property
     def gpus_per_slot(self) -> int:
         """The number of GPUs of each slot; 0 on a host without GPUs."""
+        if self.only_plays:
+            return 0
         return self.gpus // self.num_slots if self.share is None else self.gpus
 
     @property
@@ -527,6 +560,19 @@ class Recipe(Section):
         return tuple(labels)
 
     @property
+    def all_environments(self) -> tuple[EnvironmentSpec, ...]:
+        """The environments that are trained on, and those of evaluations that have their own."""
+        own = (one.environment for one in self.evaluation)
+        return (*self.environment, *(one for one in own if one is not None))
+
+    @property
+    def playing_nodes(self) -> frozenset[str]:
+        """The hosts that are named to play environments or agents."""
+        workers = (one.workers for one in self.all_environments)
+        named = {name for one in workers if one is not None for name in one.nodes}
+        return frozenset(named | set(self.agent.nodes if self.agent is not None else ()))
+
+    @property
     def evaluation_names(self) -> tuple[str, ...]:
         """The names of the evaluations, with numbers where two would be equal."""
         return evaluation_names(self.evaluation)
@@ -560,7 +606,12 @@ class Recipe(Section):
     @property
     def has_open_nodes(self) -> bool:
         """Whether the planner cuts the nodes up: all have GPUs, and none names slots or a pool."""
-        return all(node.is_open for node in self.nodes)
+        return all(node.is_open for node in self.slot_nodes)
+
+    @property
+    def slot_nodes(self) -> tuple[NodeSpec, ...]:
+        """The hosts that have slots, and not only environments."""
+        return tuple(node for node in self.nodes if not node.only_plays)
 
     @property
     def trajectories_per_step(self) -> int:

@@ -35,7 +35,7 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     yield from _cluster_problems(recipe)
     yield from _model_problems(recipe)
     yield from _head_problems(recipe.model.fp32_lm_head, recipe.rollout.vllm_args)
-    on_cpus = any(not node.gpus for node in recipe.nodes)
+    on_cpus = any(not node.gpus for node in recipe.slot_nodes)
     routes = recipe.training.rollout_routes
     yield from _quantization_problems(recipe.rollout, recipe.model.dtype, on_cpus, routes)
     if routes and recipe.rollout.engine == "safe":
@@ -155,6 +155,13 @@ def _cluster_problems(recipe: Recipe) -> Iterator[Problem]:
                 f"{node.name!r} is named twice: use slots to split a host",
             )
         first.setdefault(node.name, index)
+    for index, node in enumerate(recipe.nodes):
+        if node.only_plays and node.name not in recipe.playing_nodes:
+            yield Problem(
+                (f"nodes[{index}].pool",),
+                "is environments, but nothing is played there: name it in "
+                "environment.workers.nodes or agent.nodes",
+            )
     local = first.get("local")
     if local is not None and len(recipe.nodes) > 1 and recipe.nodes[local].address is None:
         yield Problem(

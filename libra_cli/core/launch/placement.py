@@ -68,7 +68,7 @@ def slots_of(recipe: Recipe) -> tuple[Slot, ...]:
 
 def open_nodes(recipe: Recipe) -> GpuNodes:
     """The nodes of a recipe that leaves it to the planner what slots they have."""
-    return GpuNodes(tuple((node.name, node.gpus) for node in recipe.nodes))
+    return GpuNodes(tuple((node.name, node.gpus) for node in recipe.slot_nodes))
 
 
 def shapes_of(recipe: Recipe) -> tuple[int, ...]:

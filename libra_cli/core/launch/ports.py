@@ -18,12 +18,12 @@ def ports_needed(recipe: Recipe, plan: Plan) -> dict[str, tuple[str, ...]]:
     ``weights`` where the agent serves versions to peers. The controller needs none: the processes
     that it talks to listen on Unix sockets.
     """
-    names: dict[str, list[str]] = {node.name: [] for node in recipe.nodes}
+    names: dict[str, list[str]] = {node.name: [] for node in recipe.slot_nodes}
     for slot in _places(recipe):
         if slot.pool is Pool.HYBRID:
             names[slot.node] += worker_ports(slot)
     names[node_of(plan.train[0])].append("rendezvous")
-    if len(recipe.nodes) > 1:
+    if len(recipe.slot_nodes) > 1:
         for entries in names.values():
             entries.append("weights")
     return {node: tuple(entries) for node, entries in names.items() if entries}

@@ -44,7 +44,11 @@ class PreflightCase:
     """Files that the controller may have open; None without a limit."""
 
     def looked(self) -> Iterator[tuple[NodeSpec, NodeFacts]]:
-        """Yield every node whose facts are known, with these."""
+        """Yield every node with slots whose facts are known, with these."""
+        return ((node, facts) for node, facts in self.everyone() if not node.only_plays)
+
+    def everyone(self) -> Iterator[tuple[NodeSpec, NodeFacts]]:
+        """Yield every node whose facts are known, those that only play environments too."""
         for node in self.recipe.nodes:
             facts = self.hosts[node.name].facts if node.name in self.hosts else None
             if facts is not None:

@@ -48,6 +48,7 @@ CHECKS = (
     Check("shm", True, host_checks.versions_room),
     Check("disk", True, host_checks.disk),
     Check("limits", True, host_checks.limits),
+    Check("sandboxes", True, host_checks.sandboxes),
     Check("clock", True, host_checks.clock),
     Check("model", True, model_checks.model),
     Check("family", True, model_checks.family),

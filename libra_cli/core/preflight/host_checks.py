@@ -23,6 +23,7 @@ ranks has ten chunks of 16 MiB, and containers have 64 MiB unless they are given
 FILES_A_REQUEST = 4
 """Descriptors of a request over SSH: two ends of a socket here, and two of a channel."""
 FILES_OF_A_PROCESS = 256
+BUBBLEWRAP = "apt-get install bubblewrap"
 LIMITS = "/etc/security/limits.d/libra.conf"
 
 
@@ -225,10 +226,38 @@ def _files(case: PreflightCase, host: str, most: int | None, seats: int) -> Iter
         )
 
 
+def sandboxes(case: PreflightCase) -> Iterator[Finding]:
+    """Check that hosts whose workers have sandboxes can make one.
+
+    Of those that the controller makes it has tried one before it asks any host.
+    """
+    playing = {
+        node
+        for one in case.recipe.all_environments
+        if one.sandbox is not None and one.sandbox.backend == "bubblewrap"
+        for node in (one.workers.nodes if one.workers is not None else ())
+    }
+    for node, facts in case.everyone():
+        if node.name in playing and facts.sandbox_missing:
+            missing = facts.sandbox_missing == "there is no bwrap"
+            yield Finding(
+                "sandboxes",
+                node.name,
+                "stops",
+                f"it can make no sandbox: {facts.sandbox_missing}",
+                "environment.sandbox asks for them, and workers play there",
+                Remedy("person", f"as root: {BUBBLEWRAP}")
+                if missing
+                else Remedy("person", "libra help sandboxes says what the kernel must allow"),
+            )
+    told = f"{len(playing)} hosts make them" if playing else "no other host needs one"
+    yield Finding("sandboxes", ALL, "fine", told)
+
+
 def clock(case: PreflightCase) -> Iterator[Finding]:
     """Check that the clock of each host is the controller's, within ``MAX_CLOCK_SKEW_S``."""
     most = 0.0
-    for node, facts in case.looked():
+    for node, facts in case.everyone():
         report = case.hosts[node.name]
         skew = clock_skew(facts.clock, report.asked_at, report.answered_at)
         most = max(most, skew)
@@ -251,7 +280,7 @@ def clock_skew(clock: float, asked_at: float, answered_at: float) -> float:
 
 def remains(case: PreflightCase) -> Iterator[Finding]:
     """Check for weight versions that dead runs have left, which are memory."""
-    for node, facts in case.looked():
+    for node, facts in case.everyone():
         if facts.remains:
             size = sum(one.bytes for one in facts.remains)
             names = ", ".join(one.name for one in facts.remains[:2])

@@ -127,6 +127,8 @@ class NodeFacts:
     """Files that a process may have open; None without a limit."""
     cpp_missing: str = ""
     """What there is not of a C++ compiler and Python's headers; empty if both are there."""
+    sandbox_missing: str = ""
+    """Why bubblewrap makes no sandbox there; empty if it does."""
     rdma: bool = False
     """Whether there is an InfiniBand or RoCE device."""
     remains: tuple[Remains, ...] = ()

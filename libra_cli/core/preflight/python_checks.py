@@ -24,7 +24,7 @@ MUST_BE_EQUAL = ("torch", "accelerate", "transformers")
 def install(case: PreflightCase, node: NodeSpec) -> Remedy:
     """Return the command that installs libra's packages on a node."""
     if node.is_local:
-        return Remedy("here", f"{node.python or 'python3'} -m pip install 'libra-rl[{node.extra}]'")
+        return Remedy("here", f"{node.python or 'python3'} -m pip install '{node.requirement}'")
     return Remedy("here", f"libra setup {case.recipe_path}", fix="environment")
 
 
@@ -41,7 +41,7 @@ def reached(case: PreflightCase) -> Iterator[Finding]:
                 "nothing can be started or looked at there",
                 _remedy_of_error(case, node, report.hint),
             )
-    told = [f"{facts.python}" for _, facts in case.looked()]
+    told = [f"{facts.python}" for _, facts in case.everyone()]
     yield Finding("reach", ALL, "fine", f"{len(told)} answer, Python {_joined(told)}")
 
 

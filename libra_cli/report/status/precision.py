@@ -29,7 +29,7 @@ def served_in(run_dir: Path) -> str | None:
         recipe = recipe_of(run_dir)
     except StateError:
         return None
-    return recipe.rollout.quantization or _format(recipe.model.dtype, recipe.nodes)
+    return recipe.rollout.quantization or _format(recipe.model.dtype, recipe.slot_nodes)
 
 
 def _format(dtype: str, nodes: Sequence[NodeSpec]) -> str | None:

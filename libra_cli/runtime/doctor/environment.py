@@ -132,7 +132,7 @@ class HostEnvironment:
             raise HostError(
                 f"{self._node.name}: {venv} was not made by libra setup, which leaves it alone",
                 hint=f"on the host: {uv} pip install --python {self.python} "
-                f"'libra-rl[{self._node.extra}]'",
+                f"'{self._node.requirement}'",
             )
         if state == "new":
             on_stage("environment")

@@ -122,7 +122,8 @@ class Examination:
         )
 
     async def _look(self, node: NodeSpec) -> None:
-        await self._cluster.look(node, imports=all_packages(self._recipe))
+        imports = None if node.only_plays else all_packages(self._recipe)
+        await self._cluster.look(node, imports=imports)
 
     async def _each(
         self, nodes: Sequence[NodeSpec], phase: Callable[[NodeSpec], Coroutine[Any, Any, None]]
@@ -146,11 +147,15 @@ class Examination:
             if node.name not in reports or not reports[node.name].error
         ]
 
+    @property
+    def _with_slots(self) -> list[NodeSpec]:
+        return [node for node in self._open if not node.only_plays]
+
     # -- between hosts --------------------------------------------------------------------------
 
     async def _transfers(self) -> tuple[Transfer, ...]:
         measured: list[Transfer] = []
-        for pairs in rounds([node.name for node in self._open], ring=True):
+        for pairs in rounds([node.name for node in self._with_slots], ring=True):
             measured += await asyncio.gather(*(self._transfer(*pair) for pair in pairs))
         return tuple(measured)
 
@@ -203,7 +208,7 @@ class Examination:
 
     async def _fabric(self) -> FabricReport | None:
         interface = self._recipe.weight_sync.trusted_interface
-        names = [node.name for node in self._open]
+        names = [node.name for node in self._with_slots]
         if interface is None or len(names) < 2:
             return None
         self._on_stage(f"trying a process group over {interface}")

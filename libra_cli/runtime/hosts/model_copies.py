@@ -39,13 +39,14 @@ class ModelCopies:
         self.directories: dict[str, str] = {}
 
     async def place(self) -> None:
-        """Have the model on every open host. Raises LibraError."""
+        """Have the model on every open host with slots. Raises LibraError."""
         path = self._recipe.model.path
         if path is not None:
             self.directories = self.expanded(path)
             return
         await self._build()
-        await self._copy_to([name for name in self._hosts if name != self._head])
+        wanted = [node.name for node in self._recipe.slot_nodes if node.name != self._head]
+        await self._copy_to(wanted)
 
     async def place_again(self, node: str, *, hint: str) -> None:
         """Have it on a host that has lost it. Raises LibraError, with this hint if nothing can."""

@@ -18,7 +18,8 @@ async def look(host: Host, recipe: Recipe, node: NodeSpec) -> HostReport:
     """What an open host tells of itself, and of the model if it has it."""
     path, speculative = recipe.model.path, recipe.rollout.speculative
     head = speculative.model if speculative is not None else None
-    peers = [other.reach for other in recipe.nodes if other.name != node.name]
+    others = () if node.only_plays else recipe.slot_nodes  # who plays talks to the controller only
+    peers = [other.reach for other in others if other.name != node.name]
     asked_at = time.time()
     facts = await host.facts(
         peers,

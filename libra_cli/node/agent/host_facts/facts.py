@@ -17,6 +17,7 @@ import resource
 import shutil
 import socket
 import struct
+import subprocess
 import sys
 import sysconfig
 import time
@@ -28,6 +29,10 @@ from libra_cli.node.agent.host_facts import nvidia
 from libra_cli.node.processes import proc, remains
 
 SIOCGIFADDR = 0x8915
+NOBODY = 65534
+"""The uid and gid of root's sandboxes, as in ``envs.sandbox.helper.server``."""
+SANDBOX_S = 10.0
+"""Seconds that a sandbox may take to start, which takes one of them 20 ms."""
 CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -68,6 +73,7 @@ def facts(
         "memlock": _limit(resource.RLIMIT_MEMLOCK),
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "cpp_missing": _cpp_missing(),
+        "sandbox_missing": _sandbox_missing(),
         "rdma": any(Path("/sys/class/infiniband").glob("*")),
         "packages": _versions(packages),
         "requires": _requirements(packages),
@@ -85,6 +91,31 @@ def _cpp_missing() -> str:
         return f"there is no C++ compiler ({named})"
     headers = Path(sysconfig.get_path("include"), "Python.h")
     return "" if headers.is_file() else f"there are no headers of Python ({headers})"
+
+
+def _sandbox_missing() -> str:
+    """Return why bubblewrap makes no sandbox here; empty if it does."""
+    program = shutil.which("bwrap")
+    if program is None:
+        return "there is no bwrap"
+    within = ("--unshare-all", "--unshare-user", "--disable-userns", "--ro-bind", "/", "/")
+    nobody = NOBODY if os.geteuid() == 0 else None
+    try:
+        done = subprocess.run(
+            [program, *within, "--proc", "/proc", "/bin/sh", "-c", ":"],
+            capture_output=True,
+            text=True,
+            timeout=SANDBOX_S,
+            check=False,
+            user=nobody,
+            group=nobody,
+            extra_groups=None if nobody is None else [],
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"bwrap does not run: {error}"
+    if not done.returncode:
+        return ""
+    return (done.stderr.strip() or f"bwrap ended with code {done.returncode}").splitlines()[-1]
 
 
 # -- the network -----------------------------------------------------------------------------------

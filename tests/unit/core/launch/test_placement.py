@@ -34,6 +34,16 @@ def test_a_third_of_the_slots_trains_and_one_at_least_does_each(pools: list[str]
     assert len(plan.servers) == len(pools) - train
 
 
+def test_a_host_that_only_plays_has_no_slots_and_leaves_open_nodes_open():
+    players = {"host": "p", "pool": "environments"}
+    workers = {"environment": {"workers": {"processes": 2, "nodes": ["p"]}}}
+    cut = world.recipe(nodes=[{"host": "a", "slots": 2}, players], **workers)
+    assert [slot.id for slot in slots_of(cut)] == ["a/0", "a/1"]
+    left_open = world.recipe(nodes=[{"host": "a", "gpus": 4}, players], **workers)
+    assert left_open.has_open_nodes
+    assert {slot.node for slot in slots_of(left_open)} == {"a"}
+
+
 @pytest.mark.parametrize(
     ("nodes", "left"),
     [

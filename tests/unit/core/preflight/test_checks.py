@@ -414,6 +414,47 @@ def test_a_listing_that_does_not_come_is_told_instead_of_a_number():
     assert found.remedy == Remedy("host", "nvidia-smi")
 
 
+def players(**environment: Any) -> Recipe:
+    """A recipe with a host that only plays."""
+    workers = {"processes": 2, "nodes": ["gpu-02"]}
+    return recipe(
+        nodes=[
+            {"host": "gpu-01", "gpus": 2, "pool": ["rollout", "train"], "slots": 2},
+            {"host": "gpu-02", "pool": "environments"},
+        ],
+        environment={"name": "calculator", "workers": workers, **environment},
+    )
+
+
+def test_a_host_that_only_plays_needs_what_plays_and_nothing_else():
+    bare = replace(
+        SECOND,
+        gpus=(),
+        packages={},
+        paths=(),
+        routes=(),
+        mem_free=GB,
+        shm_free=0,
+        shm_total=0,
+        disk_free=GB,
+    )
+    assert [one for one in wrong(case(second=bare, of=players())) if one.host == "gpu-02"] == []
+    late = only(case(second=replace(bare, clock=NOW + 100), of=players()), "clock")
+    assert late.host == "gpu-02"
+
+
+def test_a_host_whose_workers_have_sandboxes_must_be_able_to_make_one():
+    without = replace(SECOND, sandbox_missing="there is no bwrap")
+    found = only(case(second=without, of=players(sandbox={})), "sandboxes")
+    assert (found.host, found.severity) == ("gpu-02", "stops")
+    assert found.remedy == Remedy("person", "as root: apt-get install bubblewrap")
+    refused = replace(SECOND, sandbox_missing="bwrap: Operation not permitted")
+    found = only(case(second=refused, of=players(sandbox={})), "sandboxes")
+    assert "Operation not permitted" in found.what
+    for unasked in (players(), players(sandbox={"backend": "none"})):
+        assert "sandboxes" not in {one.check for one in wrong(case(second=without, of=unasked))}
+
+
 def test_a_kernel_that_cannot_be_compiled_stops_a_host_that_serves():
     told = "there is no C compiler (neither gcc nor clang)"
     found = only(torch_of(triton=told), "torch")
