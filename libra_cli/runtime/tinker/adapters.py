@@ -9,10 +9,12 @@ the same path to a client.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,9 +84,11 @@ class SavedAdapters:
             new.mkdir(parents=True)
             (new / CONFIG).write_text(config, encoding="utf-8")
             (new / TENSORS).write_bytes(tensors)
-            if final.exists():
-                os.replace(final, final.with_name(f".{final.name}.{secrets.token_hex(4)}.old"))
+            old = new.with_suffix(".old")
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(final, old)
             os.replace(new, final)
+            shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             raise StateError(f"{final} cannot be written: {error.strerror}") from error
         return path

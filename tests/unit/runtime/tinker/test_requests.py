@@ -80,6 +80,7 @@ def test_saved_adapters_are_found_by_their_paths_and_no_others(tmp_path: Path) -
     assert path == "tinker://s:train:0/weights/a"
     assert SavedAdapters(tmp_path).load(path)[1] == b"two"
     assert saved.shape(path) == shape
+    assert [one.name for one in (tmp_path / "s:train:0/weights").iterdir()] == ["a"]
     with pytest.raises(StateError, match="nothing is saved"):
         saved.load("tinker://s:train:0/weights/b")
     for wrong in ("tinker://../weights/a", "tinker://s/..//a", "/etc/passwd", "tinker://s/weights"):
