@@ -92,8 +92,8 @@ def test_every_agent_plays_to_its_end_though_a_server_dies(run):
         (TURNS,)
     ]
     assert run.query("SELECT count(*) FROM trajectories WHERE state = 'failed'") == [(0,)]
-    (restarts,) = run.query("SELECT restarts FROM slots WHERE slot = 'local/0'")
-    assert restarts == (1,)
+    # Whether it serves again before all is played depends on what else this machine does.
+    assert len(run.happened("ServerFailed")) == 1
 
 
 @pytest.mark.parametrize("run", BACKENDS[1:], indirect=True)
