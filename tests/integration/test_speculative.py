@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +182,8 @@ def test_drafts_are_accepted_and_told(served):
         played(served.bench, 0.0, turns=1)
         metrics = metrics_of(served.bench)
         told = metrics["draft_acceptance"]
-        if told is not None and told > least:  # of a few steps it may be anything
+        # N-grams find nothing at the beginning of a turn, where nothing is repeated yet.
+        if told is not None and (told > 0 or served.method != "ngram"):
             break
     assert metrics["draft_acceptance"] > least
     assert 0 < metrics["draft_steps"] <= 1
@@ -204,15 +206,21 @@ def test_a_version_in_the_middle_changes_the_policy_and_not_the_head(served):
     sampling = Sampling(temperature=0.0, top_p=1.0, stop_token_ids=())
 
     async def scene() -> list[Any]:
+        """Play turns until it is loaded, so that some are under way then."""
         server = served.bench.server
-        calls = [server.generate(turn(n, TOKENS), sampling) for n in range(TURNS)]
-        return await asyncio.gather(*calls, server.load(directory, version, timeout_s=60))
+        loading = asyncio.create_task(server.load(directory, version, timeout_s=60))
+        numbers, ended = count(), []
 
-    *ended, _ = served.bench.play(scene)
-    after = played(served.bench, 0.0)
-    for done in [*ended, *after]:
+        async def some() -> None:
+            while not loading.done():
+                ended.append(await server.generate(turn(next(numbers), TOKENS), sampling))
+
+        await asyncio.gather(loading, *(some() for _ in range(TURNS)))
+        return ended
+
+    ended = served.bench.play(scene)
+    for done in [*ended, *played(served.bench, 0.0)]:
         assert list(done.token_ids) == likeliest(served, done)
-    # Which of the turns are under way when it is loaded depends on what else this machine does.
-    assert {span.version for done in after for span in done.spans} == {2}
+    assert [1, 2] in [[span.version for span in done.spans] for done in ended]
     if served.method != "ngram":
         assert metrics_of(served.bench)["draft_lag"] == 2

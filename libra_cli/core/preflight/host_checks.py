@@ -250,7 +250,7 @@ def sandboxes(case: PreflightCase) -> Iterator[Finding]:
                 if missing
                 else Remedy("person", "libra help sandboxes says what the kernel must allow"),
             )
-    told = f"{len(playing)} hosts make them" if playing else "no other host needs one"
+    told = f"{', '.join(sorted(playing))} can make them" if playing else "no other host needs one"
     yield Finding("sandboxes", ALL, "fine", told)
 
 

@@ -32,9 +32,8 @@ class Bridge:
         self._thread.join()
 
     def _serve(self) -> None:
-        with asyncio.Runner(
-            loop_factory=lambda: self._loop
-        ) as runner:  # which cancels what is left
+        # At its end the runner cancels what is still being carried.
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._until_over())
 
     async def _until_over(self) -> None:
