@@ -6,7 +6,6 @@ the user.
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from pathlib import Path
@@ -177,6 +176,8 @@ def logs(
     run_dir: Annotated[Path | None, typer.Option("--run", help="A run directory.")] = None,
 ) -> None:
     """Show what a process on a host has written."""
+    import asyncio
+
     from libra_cli.app import logs as commands
 
     async def show() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 import typer
@@ -18,6 +17,8 @@ def serve(
     ] = 0,
 ) -> None:
     """Show a run's report in a browser, drawn again while it goes on, until Ctrl-C."""
+    import asyncio
+
     from libra_cli.app.serve import ReportServer
 
     async def run() -> None:

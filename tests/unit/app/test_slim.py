@@ -10,7 +10,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 HEAVY = ("accelerate", "numpy", "torch", "transformers", "trl", "vllm")
-HELP_LIMIT_S = 0.5
+MOST_TIMES = 2.0
+"""Of what help costs a command line that only imports typer and rich; 1.6 was measured."""
+BARE = """
+import sys
+import typer
+
+app = typer.Typer(help="Does something.")
+app.command("run")(lambda: None)
+app.command("stop")(lambda: None)
+sys.argv = ["bare", "--help"]
+app()
+"""
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -39,15 +50,21 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_help_takes_under_half_a_second() -> None:
-    """Of processor time, since other processes want the same cores; the best of five."""
+def test_help_costs_little_more_than_what_draws_it() -> None:
+    """In processor time beside a command line of typer's alone: no machine's speed is in it."""
     code = "import sys; from libra_cli.cli.main import main; sys.argv = ['libra', '--help']; main()"
-    times: list[float] = []
-    while len(times) < 5 and min(times, default=HELP_LIMIT_S) >= HELP_LIMIT_S:
-        before = os.times()
-        result = python("-c", code)
-        after = os.times()
-        times.append(sum(after[2:4]) - sum(before[2:4]))
-        assert result.returncode == 0, result.stderr
-        assert "run" in result.stdout
-    assert min(times) < HELP_LIMIT_S
+    ours: list[float] = []
+    bare: list[float] = []
+    while len(ours) < 8 and (not ours or min(ours) > MOST_TIMES * min(bare)):
+        ours.append(help_cpu_s(code))
+        bare.append(help_cpu_s(BARE))
+    assert min(ours) <= MOST_TIMES * min(bare)
+
+
+def help_cpu_s(code: str) -> float:
+    """Processor seconds of a command line that shows its help."""
+    before = cpu_s()
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    assert "run" in result.stdout
+    return cpu_s() - before
