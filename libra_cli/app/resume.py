@@ -22,6 +22,7 @@ from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.records import PlanRecord, RunRecord
+from libra_cli.envs.paths import by_name
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.runtime.adoption.run_log import ReplayedRun, replay
 from libra_cli.runtime.credentials.run_secrets import RunSecrets
@@ -93,7 +94,7 @@ def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
         StateError: a key is another than it was that must not be, or the tasks are others.
     """
     before = recipe_of(run_dir)
-    found = changes(_without_budgets(before), _without_budgets(recipe))
+    found = changes(_comparable(before), _comparable(recipe))
     refused = [str(change) for change in found if change.why_not]
     # Where a key that says which tasks there are is another, their rows have nothing to say.
     refused = refused or changed_tasks(recipe, run_dir)
@@ -109,16 +110,17 @@ def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
     return replace(first, step=row.step, version=row.version, started_at=row.started_at)
 
 
-def _without_budgets(recipe: Recipe) -> Recipe:
-    """Leave out the budgets of judges: with a larger one, a run that spent its own may go on."""
+def _comparable(recipe: Recipe) -> Recipe:
+    """Leave out what may be another in arguments of environments: the budgets of judges, as with a
+    larger one a run that spent its own may go on, and where a directory lies."""
 
-    def without(environment: EnvironmentSpec) -> EnvironmentSpec:
-        args = dict(environment.args)
+    def comparable(environment: EnvironmentSpec) -> EnvironmentSpec:
+        args = by_name(environment.name, environment.args)
         if isinstance(judge := args.get("judge"), dict):
             args["judge"] = {key: value for key, value in judge.items() if key != "budget"}
         return environment.model_copy(update={"args": args})
 
-    environments = tuple(without(environment) for environment in recipe.environment)
+    environments = tuple(comparable(environment) for environment in recipe.environment)
     return recipe.model_copy(update={"environment": environments})
 
 

@@ -27,8 +27,6 @@ from libra_cli.envs.harbor.task_sandbox import HOME, PATH, copy_in, quoted, said
 from libra_cli.envs.sandbox.sandbox import Sandbox, Snapshot, open_sandbox
 from libra_cli.envs.sandbox.spec import SandboxSpec
 
-HOST = "host"
-"""The base that is the host's own programs and libraries, read only."""
 UNUSED_S = 30 * 86400.0
 """Seconds for which an image is kept that nobody begins with: longer than any run of ours goes on
 with the same tasks."""

@@ -15,12 +15,13 @@ from pathlib import Path
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.agents.enclosed import AgentPlace
 from libra_cli.envs.gyms.packages import drawn
-from libra_cli.envs.harbor.builder import HOST, Builder
+from libra_cli.envs.harbor.builder import Builder
 from libra_cli.envs.harbor.dataset import TaskFilter, TaskSet, Unplayable, read_tasks
 from libra_cli.envs.harbor.episode import TOOLS, TaskEpisode, resolved
 from libra_cli.envs.harbor.image import Image, read_image
 from libra_cli.envs.harbor.task_file import TASK_FILE, HarborTask
 from libra_cli.envs.harbor.task_sandbox import TaskSandbox
+from libra_cli.envs.paths import HOST
 from libra_cli.envs.protocol import Message, Task, ToolCall, ToolSchema
 from libra_cli.envs.sandbox.sandboxes import Sandboxes
 from libra_cli.envs.sandbox.spec import SandboxSpec

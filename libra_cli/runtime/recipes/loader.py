@@ -45,6 +45,7 @@ from libra_cli.core.launch.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
 from libra_cli.core.scheduling.policy import POLICIES
+from libra_cli.envs.paths import absolute
 from libra_cli.plugins.finding import check, find
 from libra_cli.runtime.monitors.protocol import MONITORS
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
@@ -139,6 +140,7 @@ def load_recipe(path: Path, environ: Mapping[str, str] | None = None) -> Recipe:
     _read_secrets(data, draft, os.environ if environ is None else environ)
     _expand_nodes(data, draft)
     _resolve_tasks(data, draft, path)
+    _resolve_arguments(data, path)
     _resolve_planner_files(data, path)
     _resolve_agent(data, draft, path)
     _hold_the_longest(data)
@@ -325,6 +327,14 @@ def _sources(given: Any, loc: Loc, draft: _Draft, path: Path) -> list[Any]:
             draft.add(draft.written(where), f"there is no file {file}")
         source["path"] = str(file.resolve())
     return sources
+
+
+def _resolve_arguments(data: dict[str, Any], path: Path) -> None:
+    """Make the paths among the arguments of environments absolute."""
+    for _, section in _with_tasks(data):
+        name, arguments = section.get("name"), section.get("args")
+        if isinstance(name, str) and isinstance(arguments, dict):
+            section["args"] = absolute(name, arguments, path.parent)
 
 
 def _rename_loss(data: dict[str, Any]) -> None:

@@ -276,6 +276,22 @@ def test_where_and_how_long_environments_run_may_be_other_than_when_the_run_bega
         resume.continued(first, recipe_with(args={"stories": True}), run_dir)
 
 
+def test_a_directory_of_tasks_may_lie_elsewhere_than_when_the_run_began(tmp_path: Path) -> None:
+    def recipe_with(tasks: str, **args: Any) -> Recipe:
+        told = elastic.scene().recipe.model_dump()
+        environment = {"name": "harbor", "args": {"tasks": tasks, "base": "host", **args}}
+        return Recipe.model_validate(told | {"environment": environment})
+
+    first = sample_run.run_record()
+    run_dir = kept(tmp_path / "run", recipe_with("train"), [first])  # of an older libra
+    assert resume.continued(first, recipe_with("/moved/train"), run_dir).step == first.step
+    for other in (recipe_with("/moved/test"), recipe_with("/moved/train", names="one")):
+        with pytest.raises(
+            StateError, match=r"environment\[0\]\.args is .* the policy was trained"
+        ):
+            resume.continued(first, other, run_dir)
+
+
 def test_on_other_hosts_a_plan_is_made_anew_and_the_run_goes_on(tmp_path: Path) -> None:
     world = elastic.scene()
     run_dir = kept(tmp_path / "run", world.recipe, [sample_run.run_record(), *world.records])

@@ -72,6 +72,33 @@ def test_a_trace_that_lies_beside_the_recipe_is_found_from_anywhere(tmp_path: Pa
     assert recipe.planner.profile == "a800-qwen3-8b"
 
 
+def test_paths_among_arguments_are_the_recipes_or_else_the_working_directorys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    for directory in (here / "tasks", here / "bases", there / "tasks", there / "host"):
+        directory.mkdir(parents=True)
+    played = (
+        "{name: harbor, args: {tasks: TASKS, base: host, bases: {a: bases, b: none}, cache: ~/c}}"
+    )
+    path = there / "mine.yaml"
+    path.write_text(
+        "nodes: [{host: a, gpus: 2}]\nmodel: {path: /m}\n"
+        f"environment: {played.replace('TASKS', 'tasks')}\n"
+        f"evaluation: {{environment: {played.replace('TASKS', '/elsewhere')}}}\n"
+    )
+    monkeypatch.chdir(here)
+    recipe = load_recipe(path, {})
+    bases = {"a": str(here / "bases"), "b": str(there / "none")}
+    known = {"base": "host", "bases": bases, "cache": "~/c"}
+    assert recipe.environment[0].args == {"tasks": str(there / "tasks"), **known}
+    evaluated = recipe.evaluation[0].environment
+    assert evaluated is not None
+    assert evaluated.args == {"tasks": "/elsewhere", **known}
+    (there / "tasks").rmdir()
+    assert load_recipe(path, {}).environment[0].args["tasks"] == str(here / "tasks")
+
+
 @pytest.mark.parametrize(
     ("max_len", "training", "held"),
     [(4096, "", 8192), (32768, "", 32768), (32768, "training: {micro_batch_tokens: 65536}", 65536)],
