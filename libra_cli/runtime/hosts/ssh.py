@@ -13,8 +13,6 @@ import posixpath
 import random
 import secrets
 import shlex
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -27,6 +25,7 @@ import paramiko
 
 from libra_cli.config.errors import HostError, HostLost
 from libra_cli.runtime.hosts import ssh_target
+from libra_cli.runtime.hosts.socket_directory import SocketDirectory
 from libra_cli.runtime.hosts.ssh_channels import ChannelStream, Forward
 from libra_cli.runtime.hosts.transport import CONNECT_S, COPY_S, OPEN_S, CommandResult, Endpoint
 
@@ -86,7 +85,7 @@ class SshTransport:
         """Counts calls of ``connect`` and ``close``: a thread whose attempt has been given up
         closes the connection that it made."""
         self._forwards: dict[str, Forward] = {}
-        self._sockets = ""
+        self._sockets: SocketDirectory | None = None
         self.warnings: Sequence[str] = ()
         """What is wrong here without forbidding to connect; known once connected."""
 
@@ -110,8 +109,8 @@ class SshTransport:
         self._is_closed = True
         await self._hang_up()
         self._threads.shutdown(wait=False)
-        if self._sockets:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        if self._sockets is not None:
+            self._sockets.remove()
 
     async def run(
         self, argv: Sequence[str], *, stdin: bytes = b"", timeout_s: float
@@ -156,8 +155,8 @@ class SshTransport:
     async def dial(self, path: str) -> Endpoint:
         """Return a socket in a private directory that leads to the host's."""
         if path not in self._forwards:
-            self._sockets = self._sockets or tempfile.mkdtemp(prefix="libra-")
-            here = Path(self._sockets, f"{len(self._forwards)}.sock")
+            self._sockets = self._sockets or SocketDirectory()
+            here = self._sockets.path / f"{len(self._forwards)}.sock"
             forward = self._forwards[path] = Forward(here, path, self._open_socket)
             await forward.open()
         return self._forwards[path].endpoint
