@@ -13,73 +13,15 @@ GPU, several containers, the internet) is in ``refused``, with the reason.
 
 from __future__ import annotations
 
-import re
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from libra_cli.config.errors import EnvironmentBroken, did_you_mean
+from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.envs.harbor.task_toml import TaskToml
 
 TASK_FILE = "task.toml"
-_SECTIONS: Mapping[str, frozenset[str]] = {
-    "": frozenset(
-        [
-            "version",
-            "schema_version",
-            "task",
-            "metadata",
-            "verifier",
-            "agent",
-            "environment",
-            "solution",
-            "source",
-            "artifacts",
-            "steps",
-            "multi_step_reward_strategy",
-            "multi_step_reward_mode",
-        ]
-    ),
-    "verifier": frozenset(
-        ["timeout_sec", "env", "user", "environment_mode", "environment", "network_mode"]
-    ),
-    "agent": frozenset(["timeout_sec", "user", "network_mode"]),
-    "environment": frozenset(
-        [
-            "build_timeout_sec",
-            "docker_image",
-            "cpus",
-            "memory_mb",
-            "memory",
-            "storage_mb",
-            "storage",
-            "gpus",
-            "gpu_types",
-            "tpu",
-            "allow_internet",
-            "network_mode",
-            "allowed_hosts",
-            "mcp_servers",
-            "env",
-            "skills_dir",
-            "healthcheck",
-            "workdir",
-            "os",
-        ]
-    ),
-    "solution": frozenset(("env",)),
-}
-"""The keys of each section that are read, or refused where they ask for what is not there."""
-_ASIDE = {
-    "": ("artifacts",),
-    "verifier": ("user",),
-    "agent": ("user",),
-    "environment": ("cpus", "skills_dir"),
-}
-"""Keys that are known and do nothing here."""
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG])B?\s*", re.IGNORECASE)
-_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +92,7 @@ def read_task(directory: Path) -> HarborTask:
     Raises:
         EnvironmentBroken: a file is missing or is not what the format says.
     """
-    found = _TaskFile(directory / TASK_FILE)
+    found = TaskToml.read(directory / TASK_FILE)
     settings = found.section("environment")
     whole = HarborTask(
         directory=directory,
@@ -163,136 +105,73 @@ def read_task(directory: Path) -> HarborTask:
         storage_mb=found.megabytes("storage", 10240),
         docker_image=settings.get("docker_image"),
         workdir=settings.get("workdir"),
-        wants_internet=_wants_internet(settings),
+        wants_internet=_wants_internet(found),
         env=found.variables("environment"),
         verifier_env=found.variables("verifier"),
         solution_env=found.variables("solution"),
         notes=tuple(found.notes()),
         refused=tuple(_refused(found, directory)),
-        only_final=found.values.get("multi_step_reward_strategy") == "final",
+        only_final=_only_final(found),
     )
     steps = tuple(_steps(found, whole))
-    refused = whole.refused + tuple(why for step in steps for why in step.refused)
-    return replace(whole, steps=steps, refused=refused)
+    return replace(
+        whole,
+        steps=steps,
+        wants_internet=any(one.wants_internet for one in (whole, *steps)),
+        notes=tuple(note for one in (whole, *steps) for note in one.notes),
+        refused=tuple(why for one in (whole, *steps) for why in one.refused),
+    )
 
 
-def _steps(found: _TaskFile, whole: HarborTask) -> Iterator[HarborTask]:
-    given = found.values.get("steps", [])
-    if not isinstance(given, list):
-        raise found.wrong("", "steps", "is no list of tables [[steps]]")
-    for table in given:
-        name = table.get("name") if isinstance(table, dict) else None
-        if not isinstance(name, str) or not (whole.directory / "steps" / name).is_dir():
-            raise found.wrong("steps", "name", f"{name!r} is no directory in steps/")
-        yield _step(found, whole, table, whole.directory / "steps" / name)
+def _only_final(found: TaskToml) -> bool:
+    strategy = found.values.get("multi_step_reward_strategy", "mean")
+    if strategy not in ("mean", "final"):
+        reason = f"is {strategy!r}, neither mean nor final"
+        raise found.wrong("", "multi_step_reward_strategy", reason)
+    return bool(strategy == "final")
 
 
-def _step(
-    found: _TaskFile, whole: HarborTask, table: Mapping[str, Any], directory: Path
-) -> HarborTask:
+def _steps(found: TaskToml, whole: HarborTask) -> Iterator[HarborTask]:
+    names: set[str] = set()
+    for step in found.steps():
+        name = step.values.get("name")
+        if not isinstance(name, str) or not _is_in(whole.directory / "steps", name):
+            raise step.wrong("", "name", f"{name!r} is no directory in steps/")
+        if name in names:
+            raise step.wrong("", "name", f"{name!r} is that of another step too")
+        names.add(name)
+        yield _step(step, whole, whole.directory / "steps" / name)
+
+
+def _is_in(directory: Path, name: str) -> bool:
+    return Path(name).name == name and (directory / name).is_dir()
+
+
+def _step(found: TaskToml, whole: HarborTask, directory: Path) -> HarborTask:
     """Read a step; what it does not say is as in the whole task."""
-    agent, verifier = table.get("agent", {}), table.get("verifier", {})
-    least = table.get("min_reward", {})
-    shared = whole.tests if whole.tests.is_dir() else None
-    tested = any((tests / "test.sh").is_file() for tests in (directory / "tests", whole.tests))
-    missing = [] if tested else [directory / "tests/test.sh"]
-    missing += [] if (directory / "instruction.md").is_file() else [directory / "instruction.md"]
-    refused = [Refusal(str(path), "is missing", "libra help harbor") for path in missing]
-    if "healthcheck" in table:
-        where = found.where("steps.healthcheck")
-        refused.append(
-            Refusal(where, "healthcheck: nothing is started to wait for", "leave it out")
-        )
+    verifier_s = found.seconds("verifier", "timeout_sec", whole.verifier_timeout_s)
     return replace(
         whole,
         directory=directory,
         instruction=_instruction(directory),
-        agent_timeout_s=agent.get("timeout_sec", whole.agent_timeout_s),
-        verifier_timeout_s=verifier.get("timeout_sec", whole.verifier_timeout_s),
-        verifier_env={**whole.verifier_env, **verifier.get("env", {})},
-        shared_tests=shared,
-        min_reward={"reward": least} if isinstance(least, int | float) else least,
-        refused=tuple(refused),
+        agent_timeout_s=found.seconds("agent", "timeout_sec", whole.agent_timeout_s),
+        verifier_timeout_s=verifier_s or whole.verifier_timeout_s,
+        verifier_env={**whole.verifier_env, **found.variables("verifier")},
+        wants_internet=_wants_internet(found),
+        notes=tuple(found.notes()),
+        shared_tests=whole.tests if whole.tests.is_dir() else None,
+        min_reward=found.rewards("min_reward"),
+        refused=(*_missing(directory, whole), *_unplayable(found, _WANTED_OF_STEPS)),
     )
 
 
-class _TaskFile:
-    """A task.toml with the lines of its keys, for errors."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._text = path.read_text(encoding="utf-8")
-            self.values = tomllib.loads(self._text)
-        except tomllib.TOMLDecodeError as error:
-            raise EnvironmentBroken(f"{path}: is no TOML: {error}") from error
-        except (OSError, UnicodeDecodeError) as error:
-            raise EnvironmentBroken(
-                f"{path} cannot be read: {error}", hint="libra help harbor says what a task has"
-            ) from error
-
-    def where(self, section: str, key: str = "") -> str:
-        """Return ``file:line`` of a key, of its section where the key stands elsewhere, or file."""
-        within, line = "", 0
-        for number, text in enumerate(self._text.splitlines(), 1):
-            if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]+", text):
-                within = header[1]
-                line = number if within == section else line
-            elif within == section and key and re.match(rf"\s*{re.escape(key)}\s*[.=]", text):
-                return f"{self.path}:{number}"
-        return f"{self.path}:{line}" if line else str(self.path)
-
-    def section(self, name: str) -> Mapping[str, Any]:
-        """Return a table of the file; empty if it has none."""
-        found = self.values.get(name, {})
-        if not isinstance(found, dict):
-            raise self.wrong("", name, f"is {found!r}, not a table [{name}]")
-        return found
-
-    def seconds(self, section: str, key: str, default: float | None) -> float | None:
-        """Return a positive number of seconds."""
-        found = self.section(section).get(key, default)
-        if found is None:
-            return None
-        if isinstance(found, bool) or not isinstance(found, int | float) or found <= 0:
-            raise self.wrong(section, key, f"is {found!r}, not a number of seconds above 0")
-        return float(found)
-
-    def megabytes(self, kind: str, default: int) -> int:
-        """Return ``memory_mb`` or ``storage_mb``, or the older ``memory = "2G"``."""
-        settings = self.section("environment")
-        found = settings.get(f"{kind}_mb", default)
-        if isinstance(older := settings.get(kind), str):
-            if not (size := _SIZE.fullmatch(older)):
-                raise self.wrong("environment", kind, f"is {older!r}, not a size such as 2G")
-            found = int(float(size[1]) * _UNITS[size[2].upper()])
-        if isinstance(found, bool) or not isinstance(found, int) or found <= 0:
-            raise self.wrong("environment", f"{kind}_mb", f"is {found!r}, not a number of MiB")
-        return found
-
-    def variables(self, section: str) -> Mapping[str, str]:
-        """Return the environment variables of a section, as they are written."""
-        found = self.section(section).get("env", {})
-        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-            raise self.wrong(section, "env", f"is {found!r}, not names with texts")
-        return found
-
-    def notes(self) -> Iterator[str]:
-        """Yield what is left aside: keys that are not known, and those that do nothing here."""
-        for section, known in _SECTIONS.items():
-            for key in self.values if not section else self.section(section):
-                where = self.where(section, key)
-                if key in _ASIDE.get(section, ()):
-                    yield f"{where}: {key} does nothing here"
-                elif key not in known:
-                    yield f"{where}: {key} is not known{did_you_mean(key, known)}"
-
-    def wrong(self, section: str, key: str, reason: str) -> EnvironmentBroken:
-        """Return the error that names the file, the line and the key."""
-        dotted = f"{section}.{key}" if section else key
-        return EnvironmentBroken(
-            f"{self.where(section, key)}: {dotted}: {reason}", hint=f"edit {self.path}"
-        )
+def _missing(directory: Path, whole: HarborTask) -> Iterator[Refusal]:
+    """Yield the files that a step has neither itself nor of the whole task."""
+    tested = any((tests / "test.sh").is_file() for tests in (directory / "tests", whole.tests))
+    told = (directory / "instruction.md").is_file()
+    for path, is_there in (("tests/test.sh", tested), ("instruction.md", told)):
+        if not is_there:
+            yield Refusal(str(directory / path), "is missing", "libra help harbor")
 
 
 def _instruction(directory: Path) -> str:
@@ -305,22 +184,15 @@ def _instruction(directory: Path) -> str:
         raise EnvironmentBroken(f"{path} cannot be read: {error}") from error
 
 
-def _wants_internet(settings: Mapping[str, Any]) -> bool:
+def _wants_internet(found: TaskToml) -> bool:
     # Harbor's default is a container with the internet, so only what is written is a wish.
-    return settings.get("allow_internet") is True or settings.get("network_mode") == "public"
+    sections = [found.section(name) for name in _WITH_NETWORK]
+    public = any(section.get("network_mode") == "public" for section in sections)
+    return public or found.section("environment").get("allow_internet") is True
 
 
-def _refused(found: _TaskFile, directory: Path) -> Iterator[Refusal]:
-    settings = found.section("environment")
-    for section, key, harmless, reason, hint in _WANTED:
-        if (found.section(section) if section else found.values).get(key) not in harmless:
-            yield Refusal(found.where(section, key), f"{key}: {reason}", hint)
-    if settings.get("network_mode") == "allowlist" or settings.get("allowed_hosts"):
-        yield Refusal(
-            found.where("environment", "network_mode"),
-            "network_mode: a sandbox has the whole network or none of it",
-            "write network_mode = 'no-network', or play it with Harbor",
-        )
+def _refused(found: TaskToml, directory: Path) -> Iterator[Refusal]:
+    yield from _unplayable(found, _WANTED)
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (directory / "environment" / name).exists():
             yield Refusal(
@@ -333,21 +205,43 @@ def _refused(found: _TaskFile, directory: Path) -> Iterator[Refusal]:
             yield Refusal(str(directory / needed), "is missing", "libra help harbor")
 
 
+def _unplayable(found: TaskToml, wanted: Sequence[_Wanted]) -> Iterator[Refusal]:
+    """Yield what keys of a task or a step ask for that is not there."""
+    for section, key, harmless, reason, hint in wanted:
+        if found.section(section).get(key) not in harmless:
+            yield Refusal(found.where(section, key), f"{key}: {reason}", hint)
+    for section in _WITH_NETWORK:
+        settings = found.section(section)
+        if settings.get("network_mode") == "allowlist" or settings.get("allowed_hosts"):
+            yield Refusal(
+                found.where(section, "network_mode"),
+                "network_mode: a sandbox has the whole network or none of it",
+                "write network_mode = 'no-network', or play it with Harbor",
+            )
+
+
+_WITH_NETWORK = ("environment", "agent", "verifier")
+"""The sections that may say which network there is."""
 _NOTHING: tuple[Any, ...] = (None, False, 0, [], {})
 _ELSEWHERE = "play it with Harbor and Docker (libra help agents)"
-_WANTED: tuple[tuple[str, str, tuple[Any, ...], str, str], ...] = (
+_INSIDE = "tests run in the task's sandbox"
+_READY = "nothing is started to wait for"
+_Wanted: TypeAlias = tuple[str, str, tuple[Any, ...], str, str]
+"""Section, key, values with which a task is played, why it is not with others, and a hint."""
+_WANTED_OF_VERIFIER: tuple[_Wanted, ...] = (
+    ("verifier", "environment", _NOTHING, _INSIDE, _ELSEWHERE),
+    ("verifier", "environment_mode", (None, "shared"), _INSIDE, _ELSEWHERE),
+    ("verifier", "collect", _NOTHING, "nothing is run before the tests", "write it in test.sh"),
+)
+_WANTED: tuple[_Wanted, ...] = (
     ("environment", "gpus", _NOTHING, "a sandbox has no GPU", _ELSEWHERE),
     ("environment", "tpu", _NOTHING, "a sandbox has no TPU", _ELSEWHERE),
     ("environment", "os", (None, "linux"), "a sandbox runs Linux", _ELSEWHERE),
     ("environment", "mcp_servers", _NOTHING, "they are not started", "environment.mcp has them"),
-    ("environment", "healthcheck", _NOTHING, "nothing is started to wait for", "leave it out"),
-    ("verifier", "environment", _NOTHING, "tests run in the task's sandbox", _ELSEWHERE),
-    (
-        "verifier",
-        "environment_mode",
-        (None, "shared"),
-        "tests run in the task's sandbox",
-        _ELSEWHERE,
-    ),
+    ("environment", "healthcheck", _NOTHING, _READY, "leave it out"),
+    *_WANTED_OF_VERIFIER,
 )
-"""Section, key, values with which a task is played, and why it is not with others."""
+_WANTED_OF_STEPS: tuple[_Wanted, ...] = (
+    ("", "healthcheck", _NOTHING, _READY, "leave it out"),
+    *_WANTED_OF_VERIFIER,
+)

@@ -48,8 +48,9 @@ class VerifierResult:
         return self.rewards.get(wanted, next(iter(self.rewards.values())))
 
     def reaches(self, least: Mapping[str, float]) -> bool:
-        """Say whether rewards are at least these, by name; one that is missing is 0."""
-        return all(self.rewards.get(name, 0.0) >= value for name, value in least.items())
+        """Say whether there are rewards and they are at least these, by name."""
+        reached = (self.rewards.get(name, -math.inf) >= value for name, value in least.items())
+        return bool(self.rewards) and all(reached)
 
 
 def rolled_up(results: Sequence[VerifierResult], *, only_final: bool) -> VerifierResult:

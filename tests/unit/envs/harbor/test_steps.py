@@ -81,6 +81,84 @@ def test_a_step_without_instruction_or_tests_is_refused(tmp_path: Path) -> None:
     ]
 
 
+def with_keys(step: str = "", **sections: str) -> str:
+    """Return the settings with more keys of the second step, in it and in its sections."""
+    added = "".join(f"[steps.{name}]\n{text}\n" for name, text in sections.items())
+    return SETTINGS.partition("\n[steps.verifier]")[0] + f"{step}\n{added}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line", "reason"),
+    [
+        (with_keys("healthcheck = { command = 'true' }"), 14, "healthcheck: nothing is started"),
+        (with_keys(healthcheck="command = 'true'"), 15, "healthcheck: nothing is started"),
+        (with_keys(verifier="environment_mode = 'separate'"), 16, "environment_mode: tests run in"),
+        (with_keys(verifier="environment = { cpus = 1 }"), 16, "environment: tests run in"),
+        (with_keys(verifier="collect = [{ command = 'x' }]"), 16, "collect: nothing is run before"),
+        (
+            with_keys(agent="network_mode = 'allowlist'"),
+            16,
+            "network_mode: a sandbox has the whole",
+        ),
+        (with_keys("agent.allowed_hosts = ['a']"), 14, "network_mode: a sandbox has the whole"),
+    ],
+)
+def test_what_a_step_cannot_have_is_refused_with_its_line(
+    tmp_path: Path, settings: str, line: int, reason: str
+) -> None:
+    (refused,) = read_task(written(tmp_path, settings)).refused
+    assert refused.where.endswith(f"task.toml:{line}"), settings
+    assert refused.reason.startswith(reason)
+
+
+def test_keys_of_steps_that_do_nothing_or_are_not_known_are_told(tmp_path: Path) -> None:
+    settings = with_keys("artifacts = ['/x']\nminreward = 1", agent="user = 'root'\ntime = 1")
+    task = read_task(written(tmp_path, settings))
+    assert task.refused == ()
+    assert [note.rpartition("task.toml:")[2] for note in task.notes] == [
+        "14: artifacts does nothing here",
+        "15: minreward is not known; did you mean 'min_reward'?",
+        "17: user does nothing here",
+        "18: time is not known",
+    ]
+
+
+def test_the_internet_that_a_step_wants_is_the_tasks(tmp_path: Path) -> None:
+    task = read_task(written(tmp_path, with_keys(verifier="network_mode = 'public'")))
+    assert (task.wants_internet, task.steps[0].wants_internet) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            with_keys(agent="timeout_sec = 'x'"),
+            "16: steps[1].agent.timeout_sec: is 'x', not a number",
+        ),
+        (with_keys(verifier="timeout_sec = 0"), "16: steps[1].verifier.timeout_sec: is 0, not"),
+        (with_keys(verifier="env = { A = 1 }"), "16: steps[1].verifier.env: is {'A': 1}, not"),
+        (with_keys("agent = 3"), "14: steps[1].agent: is 3, not a table"),
+        (with_keys("min_reward = 'all'"), "14: steps[1].min_reward: is 'all', neither a number"),
+        (
+            with_keys("min_reward = { a = true }"),
+            "14: steps[1].min_reward: is {'a': True}, neither",
+        ),
+        (SETTINGS.replace('"two"', '"one"'), "13: steps[1].name: 'one' is that of another step"),
+        (SETTINGS.replace('"two"', '"../steps"'), "13: steps[1].name: '../steps' is no directory"),
+        (
+            "multi_step_reward_strategy = 'best'",
+            "1: multi_step_reward_strategy: is 'best', neither",
+        ),
+    ],
+)
+def test_what_is_wrong_in_a_step_is_told_with_its_line(
+    tmp_path: Path, settings: str, said: str
+) -> None:
+    with pytest.raises(EnvironmentBroken, match=r"task\.toml") as caught:
+        read_task(written(tmp_path, settings))
+    assert f"task.toml:{said}" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("only_final", "rewards"),
     [(False, {"reward": 0.5, "style": 1.0}), (True, {"reward": 1.0})],
@@ -163,3 +241,12 @@ def test_the_last_step_alone_counts_where_the_task_says_so(begin: Begin) -> None
     assert environment.reply("") is not None
     bash(environment, "echo second > state")
     assert environment.score("") == 1.0
+
+
+@needs_sandboxes
+def test_a_step_whose_tests_write_nothing_is_the_last(begin: Begin) -> None:
+    environment = begin(SETTINGS.replace("min_reward = 0.5", ""))
+    bash(environment, "rm state")  # grep then says nothing of how many lines there are
+    assert environment.reply("Done.") is None
+    assert environment.score("Done.") == 0.0
+    assert environment.metrics() == {"verified": 0.0}
