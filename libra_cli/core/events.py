@@ -204,6 +204,8 @@ class EpisodeStarted:
     """The role of the environment that speaks first; empty if it has none."""
     turn_limit: Tokens | None = None
     """Tokens that the first turn may have by its agent's wish, within the recipe's limits."""
+    waited_s: Seconds = 0.0
+    """Seconds that the trajectory has waited for a place to be played at, until now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,6 +243,8 @@ class EpisodeAdvanced:
     """What roles that have spoken have earned since the event before, by role."""
     turn_limit: Tokens | None = None
     """Tokens that the next turn may have by its agent's wish, within the recipe's limits."""
+    waited_s: Seconds = 0.0
+    """Seconds that the trajectory has waited for a place to be played at, until now."""
 
 
 @dataclass(frozen=True, slots=True)

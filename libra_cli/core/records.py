@@ -268,6 +268,10 @@ class TrajectoryRecord:
     """Whether a limit of turns or tokens cut it (``core.sampling.overlong``)."""
     roles_json: str = "[]"
     """The role of each branch, in the order of ``tokens``; empty if its environment has none."""
+    environment_s: float | None = None
+    """Seconds that its environment, or its agent, had it; None if it has not ended."""
+    waited_s: float | None = None
+    """Seconds of ``environment_s`` that it waited for a place to be played at."""
 
     @property
     def metrics(self) -> dict[str, float | None]:

@@ -385,6 +385,10 @@ class Trajectory(Branch):
     """Tool calls that could not be read as a call of a tool there is."""
     reward: float | None = None
     started_at: Seconds = 0.0
+    environment_s: Seconds = 0.0
+    """Seconds that its environment, or its agent, has had it, waiting for a place included."""
+    waited_s: Seconds = 0.0
+    """Seconds of these that it waited for a place: for a call, a process or an agent to begin."""
     environment: str = ""
     """The name of its environment, in a run that has several."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -97,11 +97,13 @@ def case_of_run(run_dir: Path, profile: str | None) -> Case:
     """
     with Reader(run_dir) as reader:
         recipe = recipe_of(run_dir)
-        seen = summary(reader, now=time.time()).run
+        status = summary(reader, now=time.time())
+        seen = status.run
         live = seen.state in LIVE
         observation = observation_of_run(reader, recipe, live=live)
         choice = costs_of_run(recipe, gpu_names(reader, recipe), profile)
     prices = choice.source(observation.plan, observation.evidence)
+    notes = _notes_of(recipe, observation, live=live)
     return Case(
         of="run",
         name=seen.id,
@@ -112,7 +114,7 @@ def case_of_run(run_dir: Path, profile: str | None) -> Case:
         profile=prices,
         source=choice.origin,
         told_from=f"the last {len(observation.workload.samples):,} that finished",
-        notes=(*choice.notes, *_notes_of(recipe, observation, live=live)),
+        notes=(*filter(None, [status.playing.bottleneck]), *choice.notes, *notes),
     )
 
 

@@ -73,6 +73,8 @@ class ActiveTrajectory:
     request: int = 0
     queued_at: Seconds = 0.0
     ended_at: Seconds = 0.0
+    #: Since when its environment has it.
+    asked_at: Seconds = 0.0
     turn: TurnGenerated | None = None
     #: Replies that broke off in this turn because their server drained, in order.
     parts: list[TurnGenerated] = field(default_factory=list)
@@ -101,6 +103,14 @@ class ActiveTrajectory:
             IllegalMove: the table has no such change.
         """
         self.stage = follow(TRANSITIONS, self.stage, stage, self.trajectory.id)
+
+    def came_back(self, now: Seconds, waited_s: Seconds) -> None:
+        """Count the seconds since its environment was asked; of all of them so far the trajectory
+        waited ``waited_s`` for a place.
+        """
+        self.trajectory.environment_s += now - self.asked_at
+        self.trajectory.waited_s = max(self.trajectory.waited_s, waited_s)
+        self.asked_at = now
 
     def left_to_generate(self, limits: Limits) -> Tokens:
         """Return how many more tokens the model may generate in this turn."""

@@ -74,6 +74,8 @@ def trajectory_record(
         tokens=_tokens(trajectory) if ended else (),
         truncated=trajectory.truncated,
         roles_json=_roles_json(trajectory) if ended and trajectory.role else "[]",
+        environment_s=trajectory.environment_s if ended else None,
+        waited_s=trajectory.waited_s if ended else None,
     )
 
 

@@ -277,7 +277,7 @@ class Trajectories:
         return self._scheduler.policy.has_room(expected, self._scheduler.queues)
 
     def _begin(self, trajectory: Trajectory, task: int | None = None) -> list[Result]:
-        self.active[trajectory.id] = ActiveTrajectory(trajectory)
+        self.active[trajectory.id] = ActiveTrajectory(trajectory, asked_at=trajectory.started_at)
         return [
             StartEpisode(trajectory.id, task),
             Save(trajectory_record(trajectory, "running", ended_at=None)),
@@ -331,6 +331,7 @@ class Trajectories:
         active = self.active.get(event.trajectory)
         if active is None or active.stage is not Stage.RESETTING:
             return []
+        active.came_back(now, event.waited_s)
         active.trajectory.environment, active.trajectory.role = event.environment, event.role
         active.trajectory.token_ids.extend(event.prompt_ids)
         active.prompt = prompt = len(event.prompt_ids)
@@ -369,6 +370,7 @@ class Trajectories:
         active = self.active.get(event.trajectory)
         if active is None or active.stage is not Stage.ADVANCING:
             return []
+        active.came_back(now, event.waited_s)
         active.returns += event.returns
         active.trajectory.tools += len(event.returns)
         active.trajectory.unreadable += sum(one.tool == INVALID for one in event.returns)
@@ -615,7 +617,7 @@ class Trajectories:
         add_turn(active.trajectory, len(turn.token_ids), active.shown)
         active.trajectory.truncated = turn.finish_reason == LENGTH
         active.enter(Stage.ADVANCING)
-        active.turn, active.ended_at = turn, now
+        active.turn, active.ended_at, active.asked_at = turn, now, now
         advance = AdvanceEpisode(turn.trajectory, turn.token_ids, turn.finish_reason, turn.logprobs)
         return [*ended, advance]
 

@@ -25,6 +25,8 @@ How the numbers are made (``RECENT`` = 10):
     idle.training          seconds the trainer stood idle before its steps / (those + step seconds)
     idle.recent_*          the same over the last 10 steps (rollout: share of samples that saw no
                            request running)
+    playing.*_s            seconds of a trajectory, means over those that have finished in the last
+                           10 steps; .environment_s is without .waiting_s
     buckets                what servers of one bucket do together, by the plan now; .occupancy is
                            the mean share of their seats that were taken over the last 10 steps;
                            .moved_in, .moved_out count turns whose trajectory had its turn before on
@@ -84,6 +86,7 @@ from libra_cli.report.status.placements import (
     planned,
 )
 from libra_cli.report.status.plans import MovePart, decisions, moves
+from libra_cli.report.status.playing import PlayingPart, playing
 from libra_cli.report.status.precision import USUAL_GAP, served_in
 from libra_cli.report.status.run_state import (
     LIVE,
@@ -125,6 +128,7 @@ class RunSummary:
     batches: BatchesPart
     trajectories: TrajectoryCounts
     idle: step_parts.IdlePart
+    playing: PlayingPart
     sync: Sync
     slots: list[SlotRecord]
     servers: list[slot_parts.ServerPart]
@@ -171,6 +175,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
     ]
     shapes, ways = planned(reader), reader.ways()
     recent = step_parts.recent_samples(reader, steps)
+    idle = step_parts.idle(recent, steps, slots)
     adopted, decided = reader.plans(), decisions(reader)
     precision = served_in(reader.run_dir)
     return RunSummary(
@@ -191,7 +196,8 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         staleness=step_parts.staleness(reader, steps),
         batches=batches(reader, steps),
         trajectories=step_parts.trajectories(reader, live=live),
-        idle=step_parts.idle(recent, steps, slots),
+        idle=idle,
+        playing=playing(reader, steps, idle),
         sync=sync_part(syncs),
         slots=slots,
         servers=servers,

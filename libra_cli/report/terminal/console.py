@@ -91,6 +91,7 @@ def final_view(
     _fact_quality(facts, summary, steps)
     _fact_weights(facts, summary)
     _fact_trajectories(facts, summary)
+    _fact_playing(facts, summary)
     if summary.checkpoint:
         at = summary.checkpoint
         fact(facts, "checkpoint", Text(f"step {at.step}  {at.path}", overflow="fold"))
@@ -172,6 +173,7 @@ def _facts(summary: RunSummary, *, now: float) -> Table:
             text.append(f"   last {RECENT} steps {percent(recent)}", style="dim")
             fact(facts, name, text)
     _fact_trajectories(facts, summary)
+    _fact_playing(facts, summary)
     _fact_scheduler(facts, summary)
     for engine in sorted({server.engine for server in summary.servers if server.engine}):
         fact(facts, "engine", engine)
@@ -314,6 +316,22 @@ def _fact_trajectories(facts: Table, summary: RunSummary) -> None:
         if count
     ]
     fact(facts, "trajectories", ", ".join(words))
+
+
+def _fact_playing(facts: Table, summary: RunSummary) -> None:
+    """Add where the seconds of a trajectory go, and that environments hold up the run."""
+    told = summary.playing
+    if total := told.total_s:
+        parts = (
+            ("waits for a place", told.waiting_s),
+            ("in the environment", told.environment_s),
+            ("waits for a seat", told.queue_s),
+            ("generates", told.decode_s),
+        )
+        shares = [f"{percent((seconds or 0.0) / total)} {what}" for what, seconds in parts]
+        fact(facts, "a trajectory", f"{total:,.3g} s: {', '.join(shares)}")
+    if told.bottleneck:
+        fact(facts, "bottleneck", Text(told.bottleneck, style="bold"))
 
 
 def _fact_scheduler(facts: Table, summary: RunSummary) -> None:

@@ -33,7 +33,7 @@ from typing import Any
 from libra_cli.config.errors import AgentFailed
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import masker
-from libra_cli.core.types import Tokens, TrajectoryId
+from libra_cli.core.types import Seconds, Tokens, TrajectoryId
 from libra_cli.envs.protocol import Message
 from libra_cli.envs.session import Opening
 from libra_cli.runtime.agents.play import AgentEnd, AgentPlay, Ask, PlayLimits, SaidTurn
@@ -55,6 +55,8 @@ from libra_cli.runtime.episodes.workers import OpenOnNode, no_nodes
 class _AgentEpisode:
     play: AgentPlay
     running: asyncio.Task[None] | None = None
+    waited_s: Seconds = 0.0
+    """Seconds until its agent began."""
 
 
 class AgentEpisodes:
@@ -126,6 +128,10 @@ class AgentEpisodes:
         """The most tokens that its agent asks the next turn to have; None: it does not say."""
         return self._episodes[trajectory].play.turn_limit
 
+    def waited_of(self, trajectory: TrajectoryId) -> Seconds:
+        """Seconds that it has waited so far for its agent or its environment to begin."""
+        return self._episodes[trajectory].waited_s + self._tasks.waited_of(trajectory)
+
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int
     ) -> array[int]:
@@ -148,6 +154,9 @@ class AgentEpisodes:
             job = self._job(trajectory, play, opening)
             self.server.add(play)
             episode.running = asyncio.create_task(self._play(play, job))
+            asked = time.monotonic()
+            await play.taken.wait()
+            episode.waited_s = time.monotonic() - asked
             first = await self._next(play)
             if isinstance(first, AgentEnd):
                 raise _failed(play, first.error or AgentFailed("the agent ended without a turn"))

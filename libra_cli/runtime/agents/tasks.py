@@ -8,7 +8,7 @@ from pathlib import Path
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.config.recipe import Recipe
-from libra_cli.core.types import TrajectoryId
+from libra_cli.core.types import Seconds, TrajectoryId
 from libra_cli.envs.agents.command import CommandEnd
 from libra_cli.envs.agents.enclosed import EnclosedJob
 from libra_cli.envs.protocol import Message
@@ -65,6 +65,10 @@ class AgentTasks:
     def environment_of(self, trajectory: TrajectoryId) -> str:
         """The label of the environment that was begun; empty if there is only one."""
         return self._tasks[trajectory].source.label if len(self._sources) > 1 else ""
+
+    def waited_of(self, trajectory: TrajectoryId) -> Seconds:
+        """Seconds that the trajectory has waited so far for calls of its environment to begin."""
+        return self._tasks[trajectory].line.waited_s
 
     async def reset(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int

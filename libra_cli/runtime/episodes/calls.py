@@ -8,6 +8,7 @@ is hung, and the next call of that episode has to wait for it, or to do without.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,6 +24,8 @@ class CallLine:
 
     last: asyncio.Task[Any] | None = None
     """The newest call; the next one starts after it is done."""
+    waited_s: Seconds = 0.0
+    """Seconds that calls waited until they might begin."""
 
     @property
     def hung(self) -> bool:
@@ -46,8 +49,11 @@ class Calls:
         Raises:
             TimeoutError: it took longer than ``limit_s``.
         """
-        async with self._permits, asyncio.timeout(self.limit_s):
-            return await self.run_on(line, call)
+        asked = time.monotonic()
+        async with self._permits:
+            line.waited_s += time.monotonic() - asked
+            async with asyncio.timeout(self.limit_s):
+                return await self.run_on(line, call)
 
     async def run_on(self, line: CallLine, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Make a call now, however long it takes, and abandon it if this is cancelled."""

@@ -21,7 +21,7 @@ from libra_cli.core.actions import (
     StartEpisode,
 )
 from libra_cli.core.events import EpisodeAdvanced, EpisodeFailed, EpisodeStarted, Event
-from libra_cli.core.types import Tokens, TrajectoryId
+from libra_cli.core.types import Seconds, Tokens, TrajectoryId
 from libra_cli.runtime.episodes.history import EpisodeHistory
 from libra_cli.runtime.episodes.player import TurnResult
 
@@ -45,6 +45,9 @@ class EpisodePlayer(Protocol):
 
     def turn_limit_of(self, trajectory: TrajectoryId) -> Tokens | None:
         """The most tokens that its agent asks the next turn to have; None: it does not say."""
+
+    def waited_of(self, trajectory: TrajectoryId) -> Seconds:
+        """Seconds that it has waited so far for a place to be played at."""
 
     async def advance(
         self,
@@ -142,7 +145,8 @@ class EpisodePerformer:
         environment = self._episodes.environment_of(trajectory)
         role = self._episodes.role_of(trajectory)
         limit = self._episodes.turn_limit_of(trajectory)
-        return EpisodeStarted(trajectory, prompt_ids, environment, role, limit)
+        waited_s = self._episodes.waited_of(trajectory)
+        return EpisodeStarted(trajectory, prompt_ids, environment, role, limit, waited_s)
 
     async def _begin(self, trajectory: TrajectoryId, task: int | None) -> array[int] | None:
         """Begin an episode, and return its prompt's tokens; None if it was forgotten meanwhile."""
@@ -173,6 +177,7 @@ class EpisodePerformer:
             answer.role,
             answer.rewards,
             None if answer.done else self._episodes.turn_limit_of(trajectory),
+            self._episodes.waited_of(trajectory),
         )
 
 

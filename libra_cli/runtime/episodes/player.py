@@ -44,6 +44,7 @@ from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.core.types import (
     INVALID,
     BranchPoint,
+    Seconds,
     Tokens,
     ToolOutcome,
     ToolReturn,
@@ -172,6 +173,10 @@ class Episodes:
     def turn_limit_of(self, trajectory: TrajectoryId) -> Tokens | None:
         """Return None: an environment does not say how long a turn may be."""
         return None
+
+    def waited_of(self, trajectory: TrajectoryId) -> Seconds:
+        """Seconds that the trajectory has waited so far for calls of its environment to begin."""
+        return self._episodes[trajectory].line.waited_s
 
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int

@@ -14,7 +14,7 @@ from pathlib import Path
 from libra_cli.config.errors import RecipeError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.evaluation.groups import evaluated_task
-from libra_cli.core.types import GroupId, Tokens, TrajectoryId, is_evaluation
+from libra_cli.core.types import GroupId, Seconds, Tokens, TrajectoryId, is_evaluation
 from libra_cli.runtime.episodes.performer import EpisodePlayer
 from libra_cli.runtime.episodes.player import Episodes, TurnResult
 from libra_cli.runtime.episodes.renderer import Renderer
@@ -105,6 +105,10 @@ class EvaluatedEpisodes:
     def turn_limit_of(self, trajectory: TrajectoryId) -> Tokens | None:
         """The most tokens that its agent asks the next turn to have; None: it does not say."""
         return self._player(trajectory).turn_limit_of(trajectory)
+
+    def waited_of(self, trajectory: TrajectoryId) -> Seconds:
+        """Seconds that it has waited so far for a place to be played at."""
+        return self._player(trajectory).waited_of(trajectory)
 
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int

@@ -51,6 +51,7 @@ from libra_cli.core.records import (
     VersionRecord,
     from_metrics_json,
 )
+from libra_cli.core.trajectory_time import TrajectoryTime
 from libra_cli.core.types import EVALUATION_GROUPS, BranchTokens
 from libra_cli.core.workload import TrajectorySample
 from libra_cli.runtime.store.joined_rows import (
@@ -394,6 +395,30 @@ class Reader:
             for group, member, attempt, generated, context in lengths
             if (group, member, attempt) in turns and generated > 0
         ]
+
+    def trajectory_time(self, since: float) -> TrajectoryTime | None:
+        """Where the seconds of trajectories went that have finished since then, as means.
+
+        None if there is none that was played on servers and has its time in environments.
+        """
+        chosen = (
+            f"t.state = 'finished' AND t.{_FOR_TRAINING} AND t.ended_at >= ? AND t.turns > 0"
+            " AND t.environment_s IS NOT NULL"
+        )
+        ((number, waiting_s, environment_s),) = self._all(
+            "SELECT count(*), sum(t.waited_s), sum(t.environment_s) FROM trajectories t"
+            f" WHERE {chosen}",
+            (since,),
+        )
+        ((queue_s, decode_s),) = self._all(
+            "SELECT sum(n.started_at - n.queued_at), sum(n.ended_at - n.started_at)"
+            f" FROM trajectories t JOIN turns n USING (group_id, member, attempt) WHERE {chosen}",
+            (since,),
+        )
+        if not number or queue_s is None:
+            return None
+        sums = (waiting_s, environment_s - waiting_s, queue_s, decode_s)
+        return TrajectoryTime(int(number), *(max(0.0, float(one)) / number for one in sums))
 
     def events(self, kind: str, after: int = 0) -> list[tuple[int, dict[str, Any]]]:
         """The number and the fields of every event of a kind that came after the numbered one."""

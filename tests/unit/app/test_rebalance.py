@@ -156,6 +156,18 @@ def test_a_run_without_a_profile_is_priced_by_what_it_did(cpu_run: Path) -> None
     assert any("memory is not known" in note for note in told.notes)
 
 
+def test_that_environments_are_the_bottleneck_is_the_first_note(tmp_path: Path) -> None:
+    run_dir = sample(tmp_path)
+    with Reader(run_dir) as reader:
+        newest = [row for row in reader.rows(r.TrajectoryRecord) if row.state == "finished"]
+    with Journal(run_dir) as journal:
+        for row in newest:
+            journal.save(replace(row, environment_s=100.0, waited_s=90.0))
+    note, *_ = rebalance.explain(run_dir, trace=None, profile=None).notes
+    assert note.startswith("environments are the bottleneck: of a trajectory's 10")
+    assert "raise environment.concurrency" in note
+
+
 def test_measured_times_are_those_of_as_many_steps_as_the_planner_averages(cpu_run: Path) -> None:
     with Reader(cpu_run) as reader:
         steps = reader.steps()[-4:]  # max_staleness is 1

@@ -31,6 +31,7 @@ from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run
 from tests import sample_run
 from tests.sample_run import run_record, slot_record, step_record
+from tests.world import recipe
 
 _NOW = sample_run.START + 600.0
 
@@ -361,6 +362,40 @@ def test_idle_shares_come_from_serving_time_and_from_waiting(tmp_path: Path) -> 
     assert idle["training"] == pytest.approx(60 / (60 + 20 + 16))
     assert idle["recent_training"] == pytest.approx(0.75)
     assert idle["recent_rollout"] == 0.5
+
+
+def played(member: int, environment_s: float | None, waited_s: float | None) -> r.TrajectoryRecord:
+    row = trajectory(0, member, "finished")
+    return replace(row, environment_s=environment_s, waited_s=waited_s, ended_at=120.0)
+
+
+def test_the_seconds_of_trajectories_are_told_by_where_they_went(tmp_path: Path) -> None:
+    waits = {"started_at": 106.0, "waited_s": 6.0}
+    step = step_record(1, 108.0, **waits)
+    turns = [
+        replace(turn(0, number, "a/0", 5), queued_at=at, started_at=at + 1.0, ended_at=at + 3.0)
+        for number, at in ((0, 100.0), (1, 110.0))
+    ]
+    rows: list[r.Record] = [step, played(0, 20.0, 12.0), played(1, 4.0, 0.0), *turns]
+    (tmp_path / "recipe.json").write_text(recipe(environment={"workers": 2}).model_dump_json())
+    playing = told(tmp_path, rows)["playing"]
+    seconds = {"waiting_s": 6.0, "environment_s": 6.0, "queue_s": 1.0, "decode_s": 2.0}
+    assert {name: playing[name] for name in seconds} == seconds
+    assert playing["trajectories"] == 2
+    assert "of a trajectory's 15.0 s 40% go to its environment and 40% to" in playing["bottleneck"]
+    assert "one of 2 workers, and training waits for 75% of the time" in playing["bottleneck"]
+
+
+def test_of_trajectories_of_an_older_libra_nothing_is_said(tmp_path: Path) -> None:
+    playing = told(tmp_path, [played(0, None, None), turn(0, 0, "a/0", 5)])["playing"]
+    assert playing == {
+        "trajectories": 0,
+        "waiting_s": None,
+        "environment_s": None,
+        "queue_s": None,
+        "decode_s": None,
+        "bottleneck": "",
+    }
 
 
 def test_a_sync_lasts_until_the_last_server_serves_the_version(tmp_path: Path) -> None:

@@ -374,6 +374,23 @@ def test_no_more_calls_run_at_once_than_there_are_places(play, turn):
     assert World.most_inside == 2
 
 
+def test_what_a_trajectory_waits_for_its_place_is_told(play, turn):
+    async def scene(episodes):
+        for one in (ONE, TWO):
+            await episodes.start(one, 0, task_seed=0, seed=0)
+        hangs = asyncio.create_task(episodes.advance(ONE, turn(("hang", {})), "stop"))
+        await until(lambda: World.inside == 1)
+        waits = asyncio.create_task(episodes.advance(TWO, turn(say("x")), "stop"))
+        await asyncio.sleep(0.2)
+        World.scheduler.set()
+        await asyncio.gather(hangs, waits)
+        return episodes.waited_of(ONE), episodes.waited_of(TWO)
+
+    first, second = play(scene, concurrency=1)
+    assert first < 0.1
+    assert 0.15 < second < DEADLINE_S
+
+
 def test_an_abandoned_call_gives_up_its_place(play, turn):
     async def scene(episodes):
         await episodes.start(ONE, 0, task_seed=0, seed=0)

@@ -9,7 +9,8 @@ import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core.events import TurnGenerated
-from libra_cli.core.records import TrajectoryRecord
+from libra_cli.core.records import TrajectoryRecord, TurnRecord
+from libra_cli.core.rollout.active import ActiveTrajectory
 from libra_cli.core.rollout.trajectories import _ForgettingMean
 from libra_cli.core.rollout.turns import append_turn, digest_of
 from libra_cli.core.types import Trajectory, TrajectoryId, VersionSpan, WeightVersion
@@ -96,3 +97,25 @@ def test_a_context_is_half_grown_on_average_in_each_of_its_turns(monkeypatch):
     of_it = (row.group_id, row.member)
     asked = [one for one in world.did(a.Generate) if tuple(one.trajectory)[:2] == of_it]
     assert added == [((len(asked[0].prompt_ids) + row.context_tokens) / 2, row.turns)]
+
+
+def test_the_time_in_environments_is_counted_apart_from_that_on_servers():
+    world = scene()
+    world.steps_on()
+    ended = [row for row in world.rows(TrajectoryRecord) if row.state == "finished"]
+    assert ended
+    for row in ended:
+        turns = [one for one in world.rows(TurnRecord) if one.group_id == row.group_id]
+        mine = [one for one in turns if (one.member, one.attempt) == (row.member, row.attempt)]
+        served = sum(turn.ended_at - turn.queued_at for turn in mine)
+        assert row.environment_s > 0
+        assert row.environment_s + served == pytest.approx(row.ended_at - row.started_at)
+
+
+def test_a_trajectory_tells_what_it_has_waited_for_a_place_in_all():
+    active = ActiveTrajectory(Trajectory(TrajectoryId(0, 0), started_at=5.0), asked_at=5.0)
+    active.came_back(9.0, 3.0)
+    active.asked_at = 20.0
+    active.came_back(22.0, 4.5)
+    active.came_back(22.5, 4.5)  # a limit is reached, so it is scored
+    assert (active.trajectory.environment_s, active.trajectory.waited_s) == (6.5, 4.5)

@@ -50,6 +50,9 @@ class Counting:
     def turn_limit_of(self, trajectory: TrajectoryId) -> None:
         return None
 
+    def waited_of(self, trajectory: TrajectoryId) -> float:
+        return 0.0
+
     async def advance(
         self, trajectory: TrajectoryId, generated_ids: Any, finish_reason: str, logprobs: Any = ()
     ) -> TurnResult:
