@@ -119,8 +119,10 @@ def _answered(environment: Harbor, *, solved: bool) -> str:
 
 def _played(name: str, make: Callable[[], Harbor], *, solved: bool) -> tuple[float, str, float]:
     """Return the reward, what was said on the way, and the seconds of the longest call."""
-    environment, began = make(), time.monotonic()
+    environment = make()
     try:
+        environment.prepare({"task": name})  # before it is played, as in a run
+        began = time.monotonic()
         environment.reset({"task": name}, 0)
         ready = time.monotonic()
         said = _answered(environment, solved=solved)

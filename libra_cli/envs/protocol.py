@@ -46,6 +46,9 @@ process. What follows is optional:
                                   model said, its tool calls and what came back
     metrics()                     after ``score``: named numbers, shown as ``env/NAME``
     close()                       the episode is over, however it ended
+    preparations(), prepare(task) what ``reset`` would else make once on each host: the first lists
+                                  the tasks that want it here, with as few keys as name them; the
+                                  second does it for one of them, and may take as long as it likes
     a parameter ``secrets``       of the factory: gets the recipe's, by name, if it has any
     a parameter ``sandbox``       of the factory: gets ``envs.sandbox.sandboxes.Sandboxes``, which
                                   open what the recipe's ``environment.sandbox`` describes

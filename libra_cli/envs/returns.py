@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from libra_cli.envs.png import size_of
-from libra_cli.envs.protocol import Message, NextTurn, Reply, StepResult, ToolCall, ToolSchema
+from libra_cli.envs.protocol import Message, NextTurn, Reply, StepResult, Task, ToolCall, ToolSchema
 
 LONGEST_OBSERVATION = 100_000
 """Characters of one tool's text that the model is shown; encoding more would delay all episodes."""
@@ -185,6 +185,17 @@ def rewards(returned: object, roles: Sequence[str]) -> dict[str, float]:
         wanted = ", ".join(f"{role!r}: ..." for role in roles)
         raise TypeError(f"score returns the rewards {{{wanted}}}, not {_excerpt(returned)}")
     return {role: reward(returned[role]) for role in roles}
+
+
+def tasks(returned: object) -> list[Task]:
+    """Return what ``preparations`` listed.
+
+    Raises:
+        TypeError: it is no list of tasks.
+    """
+    if not isinstance(returned, Sequence) or not all(isinstance(one, Mapping) for one in returned):
+        raise TypeError(f"returned {_excerpt(returned)}, not a list of tasks")
+    return [dict(one) for one in returned]
 
 
 def tools(returned: object) -> list[ToolSchema]:

@@ -75,6 +75,14 @@ class Opening:
 
 
 @dataclass(frozen=True, slots=True)
+class Preparations:
+    """What ``EnvironmentSession.preparations`` and ``prepare`` return."""
+
+    tasks: list[Task] = field(default_factory=list)
+    """Keys and values of the tasks for which something is to be made on this host."""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolAnswer:
     """What ``EnvironmentSession.step`` returns: the text for the model, reward and end."""
 
@@ -140,6 +148,27 @@ class EnvironmentSession:
         """The tools of each role that has spoken, as it knows them."""
         self._seconds = 0.0
         self._place: AgentPlace | None = None
+
+    async def preparations(self) -> Preparations:
+        """Make the environment, and list what it would like made before anything is played.
+
+        Raises:
+            EnvironmentBroken: it does not fit its arguments, or breaks.
+        """
+        environment = self._environment = await self._checked("its factory", self._make)
+        if not hasattr(environment, "preparations"):
+            return Preparations()
+        listed = await self._checked("preparations", environment.preparations)
+        return Preparations(self._checks("preparations", returns.tasks, listed))
+
+    async def prepare(self, task: Task) -> Preparations:
+        """Have one of the ``preparations`` made, however long that takes; returns nothing more.
+
+        Raises:
+            EnvironmentBroken: it cannot be made.
+        """
+        await self._checked("prepare", self._environment.prepare, task)
+        return Preparations()
 
     async def reset(self, task: Task | None, index: int, task_seed: int, seed: int) -> Opening:
         """Make the environment and begin the task, or its own one of this ``index``.

@@ -102,6 +102,7 @@ async def open_source(
         return
     player = _player(recipe, renderer, run_dir, images, open_on=open_on, note=note)
     try:
+        await player.prepare(note)
         await player.check(recipe.run.seed)
         yield TrajectorySource(renderer, player, recipe.run.seed, images)
     finally:

@@ -39,30 +39,51 @@ class Builder:
     cache: Path
     spec: SandboxSpec
 
+    def is_made(self, image: Image) -> bool:
+        """Say whether the files of an image are here already."""
+        return self._file(image).exists()
+
+    def make(self, image: Image, timeout_s: float) -> None:
+        """Make an image unless it was made before; a step may take ``timeout_s`` seconds.
+
+        Raises:
+            EnvironmentBroken: a step failed, or the host has no room for it.
+        """
+        with self._made(image, timeout_s):
+            pass
+
     def opened(self, image: Image, timeout_s: float) -> Sandbox:
         """Open a sandbox with the files of an image, made now if they were not made before.
 
         Raises:
             EnvironmentBroken: a step failed, or the host has no room for it.
         """
-        file = self.cache / f"{self._digest(image)}.tar"
+        with self._made(image, timeout_s) as file:
+            snapshot = Snapshot.load(file)
+        try:
+            return open_sandbox(self.spec, snapshot)
+        finally:
+            snapshot.close()
+
+    @contextmanager
+    def _made(self, image: Image, timeout_s: float) -> Iterator[Path]:
+        """Hold the file of an image, which nobody removes meanwhile."""
+        file = self._file(image)
         try:
             with _alone(file):
                 if not file.exists():
                     self._make(image, file, timeout_s)
                     _remove_unused(self.cache)
-                snapshot = Snapshot.load(file)
                 os.utime(file)
+                yield file
         except OSError as error:
             raise EnvironmentBroken(
                 f"the image of {image.where} cannot be kept in {self.cache}: {error}",
                 hint="environment.args: {cache: DIRECTORY}",
             ) from error
 
-        try:
-            return open_sandbox(self.spec, snapshot)
-        finally:
-            snapshot.close()
+    def _file(self, image: Image) -> Path:
+        return self.cache / f"{self._digest(image)}.tar"
 
     def _digest(self, image: Image) -> str:
         root = Path(self.spec.root or "/usr")

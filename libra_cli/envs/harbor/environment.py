@@ -92,6 +92,25 @@ class Harbor:
         names = list(self._tasks.playable)
         return {"task": names[drawn(index, seed, len(names))]}
 
+    def preparations(self) -> list[Task]:
+        """Return the tasks whose images were not made on this host yet."""
+        found: list[Task] = []
+        for name, task in self._tasks.playable.items():
+            image = _image_of(task)
+            if not self._builder_of(task, image).is_made(image):
+                found.append({"task": name})
+        return found
+
+    def prepare(self, task: Task) -> None:
+        """Make the image of a task, unless it was made before.
+
+        Raises:
+            EnvironmentBroken: there is no such task, or its image cannot be made.
+        """
+        found = self._tasks.named(task.get("task"))
+        image = _image_of(found)
+        self._builder_of(found, image).make(image, found.build_timeout_s)
+
     def reset(self, task: Task, seed: int) -> list[Message]:
         """Open a sandbox with the task's files, and begin with its instruction.
 
@@ -100,10 +119,9 @@ class Harbor:
         """
         found = self._tasks.named(task.get("task"))
         image = _image_of(found)
-        spec = self._spec_of(found, image)
         env = {**image.env, **resolved(found, found.env, self._variables)}
         self._workdir = found.workdir or image.workdir
-        opened = Builder(self._cache, spec).opened(image, found.build_timeout_s)
+        opened = self._builder_of(found, image).opened(image, found.build_timeout_s)
         inside = TaskSandbox(opened, self._workdir, env)
         self._episode = TaskEpisode(
             found, inside, self._variables, keep_processes=self._keep_processes
@@ -158,6 +176,9 @@ class Harbor:
         if self._episode is None:
             raise EnvironmentBroken("environment 'harbor': nothing is played before reset")
         return self._episode
+
+    def _builder_of(self, task: HarborTask, image: Image) -> Builder:
+        return Builder(self._cache, self._spec_of(task, image))
 
     def _spec_of(self, task: HarborTask, image: Image) -> SandboxSpec:
         """What the recipe allows, on the task's base, and no more than the task asks for."""

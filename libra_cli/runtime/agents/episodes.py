@@ -105,6 +105,14 @@ class AgentEpisodes:
         """The number of episodes that were begun and not forgotten."""
         return len(self._episodes)
 
+    async def prepare(self, note: Callable[[str], None]) -> None:
+        """Have made what environments would else make in their first episodes on each host.
+
+        Raises:
+            EnvironmentBroken: it cannot be made.
+        """
+        await self._tasks.prepare(note)
+
     async def check(self, seed: int) -> int:
         """Begin each first task without its agent; return the tokens of the longest prompt.
 

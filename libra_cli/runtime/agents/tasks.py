@@ -43,6 +43,15 @@ class AgentTasks:
         self._mixture = Mixture([spec.weight for spec in recipe.environment])
         self._tasks: dict[TrajectoryId, _AgentTask] = {}
 
+    async def prepare(self, note: Callable[[str], None]) -> None:
+        """Have made what environments would else make in their first episodes on each host.
+
+        Raises:
+            EnvironmentBroken: it cannot be made.
+        """
+        for source in self._sources:
+            await source.prepare(note)
+
     async def check(
         self, probe: TrajectoryId, seed: int, look: Callable[[str], Awaitable[None]] | None = None
     ) -> list[Opening]:

@@ -21,6 +21,7 @@ from libra_cli.envs.session import (
     Conversation,
     EnvironmentSession,
     Opening,
+    Preparations,
     Raised,
     Scored,
     ToolAnswer,
@@ -40,6 +41,12 @@ class InProcessEnvironment:
         self._threads = threads
         self._session = EnvironmentSession(name, make, self._run)
         self._awaiting = False
+
+    async def preparations(self) -> Preparations:
+        return await self._session.preparations()
+
+    async def prepare(self, task: Task) -> Preparations:
+        return await self._session.prepare(task)
 
     async def reset(self, task: Task | None, index: int, task_seed: int, seed: int) -> Opening:
         return await self._session.reset(task, index, task_seed, seed)

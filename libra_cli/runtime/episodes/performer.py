@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, assert_never
 
 from libra_cli.config.errors import LibraError
@@ -28,6 +28,9 @@ from libra_cli.runtime.episodes.player import TurnResult
 
 class EpisodePlayer(Protocol):
     """Plays the episodes of all trajectories in flight; each is a LibraError if it fails."""
+
+    async def prepare(self, note: Callable[[str], None]) -> None:
+        """Have made what episodes would else make first on each host, and tell how far it is."""
 
     async def check(self, seed: int) -> int:
         """Begin the first task, forget it, and return the length of its prompt in tokens."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -12,7 +16,14 @@ from libra_cli.envs import registry
 from libra_cli.envs.agents.command import CommandEnd
 from libra_cli.envs.agents.enclosed import EnclosedJob
 from libra_cli.envs.protocol import Environment, Task, ToolCall
-from libra_cli.envs.session import Answered, Conversation, Opening, Scored, ToolAnswer
+from libra_cli.envs.session import (
+    Answered,
+    Conversation,
+    Opening,
+    Preparations,
+    Scored,
+    ToolAnswer,
+)
 from libra_cli.runtime.episodes.calls import CallLine, Calls
 from libra_cli.runtime.episodes.in_process import InProcessEnvironment
 from libra_cli.runtime.episodes.workers import (
@@ -27,6 +38,8 @@ from libra_cli.runtime.tasks.mixture import Tasks
 WITH_MCP_TOOLS = "libra_cli.envs.adapters.mcp:WithMcpTools"
 """What makes an environment that has the tools of MCP servers, too."""
 T = TypeVar("T")
+TELL_S = 10.0
+"""Seconds between two lines about what is made before anything is played."""
 MOST_HUNG = 1_000
 """Abandoned calls that may be running. Each keeps a thread; more mean that a tool is broken."""
 
@@ -36,6 +49,12 @@ class EpisodeEnvironment(Protocol):
 
     Each call but ``close`` raises an EnvironmentBroken if the environment failed.
     """
+
+    async def preparations(self) -> Preparations:
+        """Make it, and list what it would like made on its host before anything is played."""
+
+    async def prepare(self, task: Task) -> Preparations:
+        """Have one of these made, however long that takes."""
 
     async def reset(self, task: Task | None, index: int, task_seed: int, seed: int) -> Opening:
         """Make it, and begin the task; without one its own of this ``index``."""
@@ -110,6 +129,9 @@ class _ThisProcess:
     async def begin(self) -> InProcessEnvironment:
         return InProcessEnvironment(self._name, self._factory.make, self._threads)
 
+    async def everywhere(self) -> Sequence[tuple[str, InProcessEnvironment]]:
+        return [("", await self.begin())]
+
     async def close(self) -> None:
         self._threads.close()
 
@@ -146,6 +168,49 @@ class EnvironmentSource:
                 own_tasks=self._tasks is None,
             )
             self._home = EnvironmentWorkers(hello, workers.nodes, open_on)
+
+    async def prepare(self, note: Callable[[str], None]) -> None:
+        """Have made on every host what its episodes would else make first, and tell how far it is.
+
+        Raises:
+            EnvironmentBroken: it cannot be made.
+        """
+        making = [
+            asyncio.create_task(self._prepare(environment, node, note))
+            for node, environment in await self._home.everywhere()
+        ]
+        try:
+            await asyncio.gather(*making)
+        finally:
+            for one in making:
+                one.cancel()
+
+    async def _prepare(
+        self, environment: EpisodeEnvironment, node: str, note: Callable[[str], None]
+    ) -> None:
+        line, where = CallLine(), f"environment {self.name}{node and f' on {node}'}"
+        try:
+            listed = await self.run(line, "preparations", environment.preparations)
+            tasks = self._among_mine(listed.tasks)
+            began, told = time.monotonic(), -TELL_S
+            for number, task in enumerate(tasks, 1):
+                if (now := time.monotonic()) >= told + TELL_S:
+                    told = now
+                    name = ", ".join(map(str, task.values()))
+                    note(f"{where}: preparing {number} of {len(tasks)} tasks: {name}")
+                await self.calls.run_on(line, partial(environment.prepare, task))
+            if tasks:
+                note(f"{where}: {len(tasks)} tasks prepared in {time.monotonic() - began:.1f} s")
+        finally:
+            environment.close(line)
+
+    def _among_mine(self, listed: Sequence[Task]) -> Sequence[Task]:
+        """Leave out tasks that no row of the recipe's files names."""
+        if self._tasks is None or not listed:
+            return listed
+        keys = list(listed[0])
+        named = {json.dumps([row.get(key) for key in keys]) for row in self._tasks.every()}
+        return [one for one in listed if json.dumps([one.get(key) for key in keys]) in named]
 
     async def begin(self) -> EpisodeEnvironment:
         """Return the environment of a new episode, which its ``reset`` makes.

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -144,6 +144,15 @@ class Episodes:
     def hung(self) -> int:
         """The number of abandoned calls that have not returned."""
         return sum(source.calls.hung for source in self._sources)
+
+    async def prepare(self, note: Callable[[str], None]) -> None:
+        """Have made what environments would else make in their first episodes on each host.
+
+        Raises:
+            EnvironmentBroken: it cannot be made.
+        """
+        for source in self._sources:
+            await source.prepare(note)
 
     async def check(self, seed: int) -> int:
         """Begin each first task, forget it, and return the tokens of the longest prompt.

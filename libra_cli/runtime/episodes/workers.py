@@ -23,7 +23,14 @@ from libra_cli.envs import returns
 from libra_cli.envs.agents.command import CommandEnd
 from libra_cli.envs.agents.enclosed import EnclosedJob
 from libra_cli.envs.protocol import Message, StepResult, Task, ToolCall, ToolSchema
-from libra_cli.envs.session import Answered, Conversation, Opening, Scored, ToolAnswer
+from libra_cli.envs.session import (
+    Answered,
+    Conversation,
+    Opening,
+    Preparations,
+    Scored,
+    ToolAnswer,
+)
 from libra_cli.envs.workers import wire
 from libra_cli.envs.workers.wire import Frames, Kind
 from libra_cli.runtime.episodes.calls import CallLine
@@ -115,7 +122,7 @@ class EnvironmentWorkers:
         self._name = hello.name
         self._hello = hello.pack()
         process = f"environment-{hello.name}"
-        places = [_Place(partial(open_on, node, process, _MODULE)) for node in nodes]
+        places = [_Place(partial(open_on, node, process, _MODULE), node) for node in nodes]
         self._places = places or [_Place(_open_here)]
 
     async def begin(self) -> WorkerEnvironment:
@@ -141,6 +148,19 @@ class EnvironmentWorkers:
                     f"{unreachable}"
                 ) from unreachable
             await asyncio.sleep(1.0)
+
+    async def everywhere(self) -> Sequence[tuple[str, WorkerEnvironment]]:
+        """Return an environment on each node that is reached, with the node's name.
+
+        Raises:
+            EnvironmentBroken: it cannot be imported or made.
+        """
+        found = []
+        for place in self._places:
+            with contextlib.suppress(HostError):  # one that is lost has an error of its own
+                server = await self._server(place)
+                found.append((place.node, WorkerEnvironment(server, server.begin())))
+        return found
 
     async def close(self) -> None:
         servers = [place.server for place in self._places if place.server is not None]
@@ -172,6 +192,8 @@ class EnvironmentWorkers:
 @dataclass(slots=True)
 class _Place:
     open: Open
+    node: str = ""
+    """The name of the node; empty on the controller."""
     server: ForkServerConnection | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -316,6 +338,15 @@ class WorkerEnvironment:
     def __init__(self, server: ForkServerConnection, episode: int) -> None:
         self._server = server
         self._episode = episode
+
+    async def preparations(self) -> Preparations:
+        found = await self._call("preparations")
+        with understood(EnvironmentBroken, "what preparations returned"):
+            return Preparations(returns.tasks(Preparations(**found).tasks))
+
+    async def prepare(self, task: Task) -> Preparations:
+        await self._call("prepare", task)
+        return Preparations()
 
     async def reset(self, task: Task | None, index: int, task_seed: int, seed: int) -> Opening:
         found = await self._call("reset", task, index, task_seed, seed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from libra_cli.config.errors import RecipeError
@@ -83,6 +83,15 @@ class EvaluatedEpisodes:
     def _players(self) -> list[EpisodePlayer]:
         others = [one for one in self._evaluated if one is not self._trained]
         return [self._trained, *others]
+
+    async def prepare(self, note: Callable[[str], None]) -> None:
+        """Have made what environments would else make in their first episodes on each host.
+
+        Raises:
+            EnvironmentBroken: it cannot be made.
+        """
+        for player in self._players:
+            await player.prepare(note)
 
     async def check(self, seed: int) -> int:
         """Begin each first task, forget it, and return the tokens of the longest prompt.

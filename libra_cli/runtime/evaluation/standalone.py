@@ -90,6 +90,7 @@ class StandaloneEvaluation:
             )
             self._player = self._players(renderer)
             try:
+                await self._player.prepare(self._note)
                 await self._player.check(self._recipe.run.seed)
                 stops, vocabulary = tuple(renderer.stop_token_ids), renderer.vocabulary
                 await self._serve(SamplingOf(self._recipe, stops, vocabulary=vocabulary))

@@ -241,6 +241,29 @@ def test_an_image_that_nobody_has_begun_with_for_long_goes_when_another_is_made(
     assert len(list((tmp_path / "cache").glob("*.tar"))) == 2
 
 
+def test_images_are_made_before_anything_is_played(begin: Begin, tmp_path: Path) -> None:
+    begin("FROM a\nRUN echo 1 > /first\n")
+    environment = Harbor(str(tmp_path / "tasks0"), base="host", cache=str(tmp_path / "other"))
+    assert environment.preparations() == [{"task": "one"}]
+    environment.prepare({"task": "one"})
+    assert environment.preparations() == []
+    (kept,) = (tmp_path / "other").glob("*.tar")
+    before = kept.stat().st_ino
+    environment.prepare({"task": "one"})
+    assert kept.stat().st_ino == before, "it is not made again"
+
+
+def test_an_image_that_cannot_be_made_is_told_where_it_is_prepared(
+    begin: Begin, tmp_path: Path
+) -> None:
+    begin()
+    with (tmp_path / "tasks0/one/environment/Dockerfile").open("a") as file:
+        file.write("RUN exit 3\n")
+    environment = Harbor(str(tmp_path / "tasks0"), base="host", cache=str(tmp_path / "cache"))
+    with pytest.raises(EnvironmentBroken, match=r"Dockerfile:4: RUN exit 3: exit status 3"):
+        environment.prepare({"task": "one"})
+
+
 def test_episodes_do_not_see_one_another(begin: Begin) -> None:
     one, other = begin(), begin()
     bash(one, "echo changed > notes.txt")

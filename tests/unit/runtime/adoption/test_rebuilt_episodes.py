@@ -29,6 +29,9 @@ class Counting:
         self.open: set[TrajectoryId] = set()
         self.go_on: asyncio.Event | None = None
 
+    async def prepare(self, note: object) -> None:
+        return
+
     async def check(self, seed: int) -> int:
         return 1
 
