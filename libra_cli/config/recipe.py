@@ -573,6 +573,16 @@ class Recipe(Section):
         return frozenset(named | set(self.agent.nodes if self.agent is not None else ()))
 
     @property
+    def sandbox_nodes(self) -> frozenset[str]:
+        """The nodes whose workers have sandboxes of bubblewrap."""
+        return frozenset(
+            node
+            for one in self.all_environments
+            if one.sandbox is not None and one.sandbox.backend == "bubblewrap"
+            for node in (one.workers.nodes if one.workers is not None else ())
+        )
+
+    @property
     def evaluation_names(self) -> tuple[str, ...]:
         """The names of the evaluations, with numbers where two would be equal."""
         return evaluation_names(self.evaluation)

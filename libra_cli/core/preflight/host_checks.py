@@ -231,12 +231,7 @@ def sandboxes(case: PreflightCase) -> Iterator[Finding]:
 
     Of those that the controller makes it has tried one before it asks any host.
     """
-    playing = {
-        node
-        for one in case.recipe.all_environments
-        if one.sandbox is not None and one.sandbox.backend == "bubblewrap"
-        for node in (one.workers.nodes if one.workers is not None else ())
-    }
+    playing = case.recipe.sandbox_nodes
     for node, facts in case.everyone():
         if node.name in playing and facts.sandbox_missing:
             missing = facts.sandbox_missing == "there is no bwrap"

@@ -128,7 +128,7 @@ class NodeFacts:
     cpp_missing: str = ""
     """What there is not of a C++ compiler and Python's headers; empty if both are there."""
     sandbox_missing: str = ""
-    """Why bubblewrap makes no sandbox there; empty if it does."""
+    """Why bubblewrap makes no sandbox there; empty if it does, or was not asked for one."""
     rdma: bool = False
     """Whether there is an InfiniBand or RoCE device."""
     remains: tuple[Remains, ...] = ()

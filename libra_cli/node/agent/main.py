@@ -249,9 +249,12 @@ class Agent:
         packages: Sequence[str],
         paths: Sequence[str],
         devices: Sequence[str] = (),
+        *,
+        sandbox: bool = False,
     ) -> dict[str, object]:
         places = self._run_dir, self._weights().root
-        return await asyncio.to_thread(facts, peers, packages, paths, devices, *places)
+        words = peers, packages, paths, devices
+        return await asyncio.to_thread(facts, *words, *places, sandbox=sandbox)
 
     async def _model_files(self, path: str) -> dict[str, object]:
         return await asyncio.to_thread(fingerprints, path)

@@ -244,15 +244,17 @@ class Host:
         packages: Sequence[str] = (),
         paths: Sequence[str] = (),
         devices: Sequence[str] = (),
+        sandbox: bool = False,
     ) -> NodeFacts:
-        """Describe the host, which of the packages and paths it has, and those GPUs of it, or all.
+        """Describe the host, which of the packages and paths it has, and those GPUs of it, or all;
+        with ``sandbox`` also whether it can make one.
 
         Raises:
             HostError: it does not answer.
         """
         asked = {"peers": peers, "packages": packages, "paths": paths, "devices": devices}
         words = {name: [*values] for name, values in asked.items()}
-        found = await self._connection.ask("facts", timeout_s=FACTS_S, **words)
+        found = await self._connection.ask("facts", timeout_s=FACTS_S, sandbox=sandbox, **words)
         return NodeFacts.read(found)
 
     @reads_answers(HostError)

@@ -26,6 +26,7 @@ async def look(host: Host, recipe: Recipe, node: NodeSpec) -> HostReport:
         packages=all_packages(recipe),
         paths=[one for one in (path, head) if one is not None],
         devices=node.gpu_ids,
+        sandbox=node.name in recipe.sandbox_nodes,
     )
     report = HostReport(facts=facts, asked_at=asked_at, answered_at=time.time())
     if head is not None and head in facts.paths:

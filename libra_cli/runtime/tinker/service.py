@@ -18,7 +18,7 @@ from aiohttp import web
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.tinker.adapters import ALPHA, AdapterShape, SavedAdapters
-from libra_cli.runtime.tinker.futures import Futures, Outcome, words_for_client
+from libra_cli.runtime.tinker.futures import Futures, Outcome
 from libra_cli.runtime.tinker.sampling import SampleOrder, sampled
 from libra_cli.runtime.tinker.turns import Turns
 from libra_cli.runtime.tinker.wire import NotServed, read_training_pass, write_training_output
@@ -61,9 +61,8 @@ class ServedModel:
 
     name: str
     also: frozenset[str]
-    """Other names that are understood; one without an organisation stands for that of any."""
+    """Other names that are understood."""
     tokenizer: str
-    """The directory of its tokenizer."""
     max_len: int
     max_rank: int
 
@@ -141,10 +140,9 @@ class TinkerService:
             return _refusal(401, "TINKER_API_KEY is not the key that libra tinker has printed")
         try:
             return await handler(request)
-        except LibraError as error:
-            return _refusal(422, words_for_client(error))
-        except (KeyError, TypeError, ValueError) as error:
-            return _refusal(422, f"a wrong request: {error!r}")
+        except (LibraError, KeyError, TypeError, ValueError) as error:
+            words = str(error) if isinstance(error, LibraError) else f"a wrong request: {error!r}"
+            return _refusal(422, words)
 
     # -- sessions -------------------------------------------------------------------------------
 
@@ -375,12 +373,8 @@ class TinkerService:
         return {}
 
     def _check_base(self, name: str) -> None:
-        known = {self.model.name, *self.model.also}
-        if name not in known and name.rpartition("/")[2] not in known:
-            raise NotServed(
-                f"{name} is not served here: the base model is {self.model.name}",
-                hint=f"if it is the same model, libra tinker RECIPE --served-model-name {name}",
-            )
+        if name != self.model.name and name not in self.model.also:
+            raise NotServed(f"{name} is not served here: the base model is {self.model.name}")
 
 
 def _json(handler: Callable[[Json], Awaitable[Json]]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.node.agent.host_facts import bandwidth
+from libra_cli.node.agent.host_facts import bandwidth, facts, nvidia
 from libra_cli.node.agent.host_facts.model_files import WHOLE, fingerprints
 from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.processes import remains
@@ -128,3 +129,16 @@ def test_a_run_lives_while_the_agent_of_any_of_its_nodes_does(tmp_path, living):
     with locks[living].open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert not remains.is_dead(tmp_path / "run")
+
+
+def test_a_sandbox_is_tried_only_where_one_is_wanted(tmp_path, monkeypatch):
+    monkeypatch.setattr(nvidia, "describe", lambda devices: {})
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    work = tmp_path / "runs/run/work"
+    work.mkdir(parents=True)
+
+    def missing(**asked: bool) -> object:
+        return facts.facts([], [], [], [], work, tmp_path, **asked)["sandbox_missing"]
+
+    assert missing() == ""
+    assert missing(sandbox=True) == "there is no bwrap"

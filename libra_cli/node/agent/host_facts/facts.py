@@ -43,12 +43,15 @@ def facts(
     devices: Sequence[str],
     work: Path,
     weights: Path,
+    *,
+    sandbox: bool = False,
 ) -> dict[str, object]:
     """Describe the host: sizes in bytes, ``clock`` in seconds since the epoch.
 
     Of ``packages`` and ``paths`` the result names those that are there. ``devices`` names the GPUs
     that may be used, by nvidia-smi's index or by UUID; empty: all that are visible. ``work`` and
-    ``weights`` are the directories whose free space is measured.
+    ``weights`` are the directories whose free space is measured. Only with ``sandbox`` a sandbox is
+    tried.
     """
     routes = [route(peer) for peer in peers]
     first = next((one for one in routes if not one["error"]), None)
@@ -73,7 +76,7 @@ def facts(
         "memlock": _limit(resource.RLIMIT_MEMLOCK),
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "cpp_missing": _cpp_missing(),
-        "sandbox_missing": _sandbox_missing(),
+        "sandbox_missing": _sandbox_missing() if sandbox else "",
         "rdma": any(Path("/sys/class/infiniband").glob("*")),
         "packages": _versions(packages),
         "requires": _requirements(packages),

@@ -290,3 +290,29 @@ def test_of_several_broken_hosts_each_says_what_to_do(
     with pytest.raises(HostError) as caught:
         asyncio.run(cluster(Away(0))._on_all(check))
     assert (str(caught.value), caught.value.hint) == (text, hint)
+
+
+def test_a_sandbox_is_asked_for_only_where_workers_have_them() -> None:
+    asked: list[object] = []
+
+    class Asked(Telling):
+        async def facts(self, *_: object, **words: object) -> NodeFacts:
+            asked.append(words["sandbox"])
+            return BEGUN
+
+    async def look(sandbox: dict[str, Any] | None) -> None:
+        workers = {"processes": 2, "nodes": ["n1"]}
+        told = {"name": "shell", "sandbox": sandbox, "workers": workers}
+        nodes = [{"host": "n1"}, {"host": "n2"}]
+        recipe = Recipe.model_validate(
+            {"nodes": nodes, "model": {"path": "/m"}, "environment": told}
+        )
+        there = cluster(Asked(), recipe)
+        there.hosts["n2"] = there.hosts["n1"]
+        for node in recipe.nodes:
+            await there.look(node, imports=None)
+
+    asyncio.run(look({}))
+    asyncio.run(look({"backend": "none"}))
+    asyncio.run(look(None))
+    assert asked == [True, False, *[False] * 4]
