@@ -7,6 +7,7 @@ import errno
 import os
 import resource
 import signal
+import struct
 
 from libra_cli.envs.sandbox.spec import SandboxLimits
 
@@ -16,6 +17,7 @@ EVERY_NAMESPACE = NEW_USER | NEW_MOUNT | NEW_PID | NEW_NETWORK | NEW_IPC | NEW_U
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP = 1, 4, 24
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, _BYTES_OF_INSTRUCTION = 22, 2, 8
 _LAST_CAPABILITY = 63
 _CAPABILITY_VERSION_3 = 0x20080522
 _MS_NOSUID, _MS_NODEV, _MS_REC, _MS_PRIVATE = 2, 4, 0x4000, 0x40000
@@ -100,6 +102,19 @@ def drop_capabilities() -> None:
     nothing = (ctypes.c_uint32 * 6)()
     _check(_LIBC.capset(header, nothing), "capset")
     _check(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+
+
+def refuse_system_calls(filtered: bytes) -> None:
+    """Put a seccomp filter on this process and what it starts, for good; none if it is empty.
+
+    Raises:
+        OSError: the kernel has no filters, or may get rights back.
+    """
+    if filtered:
+        block = ctypes.create_string_buffer(filtered, len(filtered))
+        size = len(filtered) // _BYTES_OF_INSTRUCTION
+        program = struct.pack("@HP", size, ctypes.addressof(block))
+        _check(_LIBC.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")
 
 
 def become_nobody(uid: int) -> None:

@@ -123,18 +123,21 @@ def _in_threes(words: list[str]) -> Iterator[list[str]]:
     return (words[first : first + 3] for first in range(0, len(words), 3))
 
 
-def bubblewrap(program: str, spec: SandboxSpec, info: int) -> list[str]:
+def bubblewrap(program: str, spec: SandboxSpec, info: int, seccomp: int | None) -> list[str]:
     """Return the command line that starts a sandbox from within its namespaces.
 
-    It writes a line once the sandbox is there, which ends when stdin does.
+    It writes a line once the sandbox is there, which ends when stdin does. Descriptors: ``info`` is
+    told the sandbox's process 1, and ``seccomp`` is read for the filter of system calls.
     """
     network = ["--share-net"] if spec.network else []
+    filtered = [] if seccomp is None else ["--seccomp", str(seccomp)]
     return [
         program,
         *("--unshare-all", *network, "--unshare-user", "--disable-userns"),
         *("--uid", str(spec.user), "--gid", str(spec.user)),
         *("--hostname", "sandbox", "--clearenv", "--cap-drop", "ALL"),
         *("--die-with-parent", "--new-session", "--info-fd", str(info)),
+        *filtered,
         *("--bind", FILES if spec.root is None else _MERGED, "/"),
         *_seen(spec),
         *("--dev", "/dev", "--bind", _SHM, "/dev/shm", "--remount-ro", "/dev"),

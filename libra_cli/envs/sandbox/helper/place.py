@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import NoReturn, Protocol
 
 from libra_cli.envs.sandbox.helper import archive, kernel, layout
+from libra_cli.envs.sandbox.helper.system_calls import own_filter
 from libra_cli.envs.sandbox.helper.watch import Watch
 from libra_cli.envs.sandbox.spec import WORK, SandboxSpec
 
@@ -28,6 +29,8 @@ KEEPER = 2
 """The process by which bubblewrap knows that a sandbox goes on, by its number in the sandbox."""
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _LAST_WORDS = 2_000
+_FILTER = own_filter()
+"""The seccomp filter of every process of a sandbox, those of bubblewrap included."""
 
 
 class PlaceFailed(Exception):
@@ -185,7 +188,7 @@ class InNamespaces:
         for number, fd in enumerate(stdio):
             os.dup2(fd, number)
         os.set_inheritable(told, True)
-        argv = layout.bubblewrap(self._program, self.spec, told)
+        argv = layout.bubblewrap(self._program, self.spec, told, _file_with(_FILTER))
         os.execve(argv[0], argv, {})
 
     def _enter_files(self) -> None:
@@ -221,6 +224,7 @@ class InNamespaces:
             raise PlaceEnded from error
         import_nothing_more()
         kernel.drop_capabilities()
+        kernel.refuse_system_calls(_FILTER)
 
     def end_processes(self) -> None:
         _kill(self._init)
@@ -340,6 +344,16 @@ def _in_a_child(do: Callable[[], None]) -> None:
     signal.signal(signal.SIGCHLD, before)
     if status:
         raise PlaceFailed(said)
+
+
+def _file_with(content: bytes) -> int | None:
+    """Return a descriptor that the next program inherits and reads this from; None of nothing."""
+    if not content:
+        return None
+    file = os.memfd_create("libra", 0)
+    os.write(file, content)
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
 
 
 def _exec_or_say(do: Callable[[], None], wrong: int) -> NoReturn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from libra_cli.envs.sandbox.helper.commands import FLOODED
 from libra_cli.envs.sandbox.helper.place import ALL_ENDED
+from libra_cli.envs.sandbox.helper.system_calls import MACHINES, REFUSED
 from libra_cli.envs.sandbox.sandbox import Sandbox
 from tests.sandboxes import needs_sandboxes, opened
 
@@ -169,6 +171,82 @@ def test_rights_are_none_and_stay_none(shared: Sandbox) -> None:
         "umount -l /usr",
     ):
         assert shared.run(command).code != 0, command
+
+
+TRIES = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+wrong = ctypes.c_long(-1)
+for name, number, *given in {calls}:
+    libc.syscall(number, *([*map(ctypes.c_long, given), *[wrong] * 6][:6]))
+    print(name, errno.errorcode[ctypes.get_errno()])
+"""
+"""Makes system calls with arguments that would else be found wrong, and prints their errors."""
+
+
+def test_doors_into_the_kernel_are_shut(shared: Sandbox) -> None:
+    column = MACHINES[os.uname().machine].column
+    numbers = {name: both[column] for name, both in REFUSED.items() if both[column] is not None}
+    tried = shared.run(["python3", "-c", TRIES.format(calls=list(numbers.items()))])
+    assert dict(line.split() for line in tried.stdout.splitlines()) == dict.fromkeys(
+        numbers, "EPERM"
+    ), tried.stderr
+
+
+@pytest.mark.parametrize("place", ["self", "1", "2"])
+def test_every_process_has_the_filter(shared: Sandbox, place: str) -> None:
+    assert "Seccomp:\t2\n" in shared.run(["cat", f"/proc/{place}/status"]).stdout
+
+
+def test_no_namespace_is_made_and_no_socket_leads_past_them(shared: Sandbox) -> None:
+    script = """
+import socket, threading
+for family in (40, 38, 17):
+    try:
+        socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        print(error.strerror)
+thread = threading.Thread(target=print, args=("a thread",))
+thread.start()
+thread.join()
+socket.socketpair()
+"""
+    done = shared.run(["python3", "-c", script])
+    none = "Address family not supported by protocol"
+    assert done.stdout.splitlines() == [none, none, none, "a thread"], done.stderr
+    assert "Operation not permitted" in shared.run("unshare --user true").stderr
+
+
+SEEN = "/usr/local/bin:/usr/bin:/bin"
+ORDINARY = {
+    "git": "git init -q r && cd r && echo 1 > a && git add a && "
+    "git -c user.name=a -c user.email=a@b commit -qm a && git log --oneline | grep a",
+    "python3": "cat > a.py <<'.'\n"
+    "import asyncio, ctypes, multiprocessing, sqlite3, ssl, subprocess\n"
+    "if __name__ == '__main__':\n"
+    "    with multiprocessing.Pool(2) as pool:\n"
+    "        print(asyncio.run(asyncio.to_thread(pool.map, len, [[1], []])))\n"
+    ".\npython3 a.py | grep -F '[1, 0]'",
+    "pip3": "mkdir p-1.dist-info && echo N = 3 > p.py && cd p-1.dist-info && "
+    "printf 'Metadata-Version: 2.1\\nName: p\\nVersion: 1\\n' > METADATA && "
+    "printf 'Wheel-Version: 1.0\\nTag: py3-none-any\\n' > WHEEL && "
+    "printf 'p.py,,\\np-1.dist-info/METADATA,,\\n' > RECORD && cd .. && "
+    "python3 -m zipfile -c p-1-py3-none-any.whl p.py p-1.dist-info && "
+    "pip3 install -q --target t --no-index p-1-py3-none-any.whl && "
+    "cd t && python3 -c 'import p; print(p.N)'",
+    "gcc": "echo 'int main(){return 0;}' > a.c && gcc a.c -o a && ./a",
+    "gdb": "gdb -batch -ex run /bin/true 2>&1 | grep 'exited normally'",
+    "strace": "strace -f -o /dev/null true",
+    "node": 'node -e \'require("fs").readFile("/etc/passwd", () => console.log(1))\'',
+    "tar": "tar -cf a.tar /etc/passwd && tar -xf a.tar",
+}
+
+
+@pytest.mark.parametrize("program", [one for one in ORDINARY if shutil.which(one, path=SEEN)])
+def test_ordinary_programs_run(program: str) -> None:
+    with opened(limits={"disk_mb": 64}) as sandbox:
+        done = sandbox.run(ORDINARY[program], timeout_s=30)
+        assert done.code == 0, f"{done.stdout}\n{done.stderr}"
 
 
 def test_process_1_has_nothing_that_others_have_not(shared: Sandbox) -> None:
