@@ -20,10 +20,11 @@ from pathlib import Path
 
 from aiohttp import web
 
-from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.errors import LibraError
 from libra_cli.report.html.run_report import report_page
 from libra_cli.report.html.templates import template
 from libra_cli.report.status.summary import status_of, to_json
+from libra_cli.runtime.processes.loopback import LoopbackServer
 from libra_cli.runtime.store.run_directory import newest_run
 
 REDRAW_S = 5.0
@@ -55,7 +56,7 @@ class ReportServer:
         self._hosts: set[str] = set()
         self._cookie = ""
         """The cookie's name, of which a browser has one for all ports of a host."""
-        self._runner: web.AppRunner | None = None
+        self._server: LoopbackServer | None = None
 
     async def start(self, port: int) -> str:
         """Listen on a port of loopback, 0 for any free one, and return the address to open.
@@ -67,22 +68,15 @@ class ReportServer:
         app.router.add_get("/", self._report)
         app.router.add_get("/live.js", self._script)
         app.router.add_get("/status.json", self._status)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, "127.0.0.1", port).start()
-        except OSError as error:
-            await self.close()
-            hint = "name another with --port, or leave it out for any free one"
-            raise StateError(f"port {port} cannot be had: {error}", hint=hint) from error
-        port = self._runner.addresses[0][1]
-        self._cookie = f"libra-{port}"
-        self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
-        return f"http://127.0.0.1:{port}/?token={self.token}"
+        server = self._server = LoopbackServer(app)
+        await server.start(port)
+        self._cookie = f"libra-{server.port}"
+        self._hosts = {server.address, f"localhost:{server.port}"}
+        return f"{server.url}/?token={self.token}"
 
     async def close(self) -> None:
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:

@@ -38,9 +38,9 @@ from libra_cli.runtime.agents.dialects.conversation import AgentRequest, BadRequ
 from libra_cli.runtime.agents.dialects.paths import dialect_of, models
 from libra_cli.runtime.agents.play import ENDED, AgentEnd, AgentPlay
 from libra_cli.runtime.agents.runners import AgentJob, AgentRunner, ExternalRunner, to_json
+from libra_cli.runtime.processes.loopback import LOOPBACK, LoopbackServer
 from libra_cli.runtime.supervision.answers import finite
 
-LOOPBACK = "127.0.0.1"
 QUIET_S = 15.0
 """How long a client waits before it is kept alive."""
 KEEP_ALIVE_S = 5.0
@@ -80,7 +80,7 @@ class AgentServer:
         self._noted: set[str] = set()
         self._plays: dict[str, AgentPlay] = {}
         self._ended: dict[str, None] = {}
-        self._http: web.AppRunner | None = None
+        self._http: LoopbackServer | None = None
 
     @property
     def url(self) -> str:
@@ -102,13 +102,9 @@ class AgentServer:
         """Listen on a free port of loopback; for agents elsewhere, write ``agents.json``."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._http = web.AppRunner(
-            app, access_log=None, keepalive_timeout=120.0, shutdown_timeout=1.0
-        )
-        await self._http.setup()
-        site = web.TCPSite(self._http, LOOPBACK, 0)
-        await site.start()
-        self.port = self._http.addresses[0][1]
+        self._http = LoopbackServer(app, keepalive_timeout=120.0, shutdown_timeout=1.0)
+        await self._http.start()
+        self.port = self._http.port
         if isinstance(self._runner, ExternalRunner):
             self._file.touch(mode=0o600)
             self._file.write_text(json.dumps({"url": self.url, "token": self._token}) + "\n")
@@ -116,7 +112,7 @@ class AgentServer:
 
     async def close(self) -> None:
         if self._http is not None:
-            await self._http.cleanup()
+            await self._http.close()
 
     # -- routes -----------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""Processes on hosts: their life, and the streams and HTTP sessions by which they are spoken to."""
+"""Processes on hosts: their life, and the streams and HTTP by which they and this one speak."""

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from aiohttp import web
 
-from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.errors import LibraError
+from libra_cli.runtime.processes.loopback import LoopbackServer
 from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.tinker.adapters import ALPHA, AdapterShape, SavedAdapters
 from libra_cli.runtime.tinker.futures import Futures, Outcome
@@ -80,7 +81,7 @@ class TinkerService:
         self._samplers: dict[str, str | None] = {}
         """The path of the adapter of a sampling session, None of the model itself."""
         self._on_servers: set[str] = set()
-        self._runner: web.AppRunner | None = None
+        self._server: LoopbackServer | None = None
 
     async def start(self, port: int) -> str:
         """Listen on a port of loopback, 0 for any free one, and return the address.
@@ -97,20 +98,14 @@ class TinkerService:
         app.router.add_post(f"{API}/sessions/{{session}}/finish", self._finish_session)
         app.router.add_post(f"{API}/forward_backward", self._forward_backward)
         app.router.add_post(f"{API}/retrieve_future", self._retrieve)
-        self._runner = web.AppRunner(app, access_log=None)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, "127.0.0.1", port).start()
-        except OSError as error:
-            await self.close()
-            hint = "name another with --port, or leave it out for any free one"
-            raise StateError(f"port {port} cannot be had: {error}", hint=hint) from error
-        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self._server = LoopbackServer(app)
+        await self._server.start(port)
+        return self._server.url
 
     async def close(self) -> None:
         await self._futures.close()
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close()
 
     def _handlers(self) -> Mapping[str, Callable[[Json], Awaitable[Json]]]:
         return {
