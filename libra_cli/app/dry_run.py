@@ -16,9 +16,9 @@ from libra_cli.config.speculative import SpeculativeSpec
 from libra_cli.core.costs.architecture import architecture_of, published
 from libra_cli.core.costs.mixtures import refused_routes
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
-from libra_cli.core.launch.dry_run import HostPlan, dry_run
 from libra_cli.core.launch.memory_table import memory_table
 from libra_cli.core.preflight.draft_heads import refused_drafts
+from libra_cli.core.preflight.dry_run import HostPlan, dry_run
 from libra_cli.core.preflight.families import refused_family
 from libra_cli.core.preflight.host_report import ModelFiles
 from libra_cli.core.preflight.needs import draft_head

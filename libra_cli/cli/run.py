@@ -15,8 +15,8 @@ from libra_cli.cli.terminal import PrintingConsole, err, errors_told, out
 if TYPE_CHECKING:
     from libra_cli.app.dry_run import DryRun
     from libra_cli.config.recipe import Recipe
-    from libra_cli.core.launch.dry_run import HostPlan
     from libra_cli.core.launch.process import ProcessSpec
+    from libra_cli.core.preflight.dry_run import HostPlan
 
 STOPPED = 4
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue, SecretStr, field_validator
 
 from libra_cli.config.fields import Count, Positive, Section, one_or_several
+from libra_cli.config.frozen_models import FrozenModelSpec, ModelsAddress
 from libra_cli.config.on_resume import ALL_MAY_CHANGE, MAY_CHANGE, fixed
 from libra_cli.config.only_with import not_with, only_with
 from libra_cli.config.problems import Problem
@@ -264,19 +265,23 @@ class AgentSpec(Section):
 
 
 class TeacherSpec(Section):
-    """A model on a vLLM server of yours, which says how likely it finds every token that the policy
-    has generated; ``training.loss: distill`` makes the policy's distribution that of the teacher.
+    """A model on a vLLM server, which says how likely it finds every token that the policy has
+    generated; ``training.loss: distill`` makes the policy's distribution that of the teacher.
     It has the policy's tokenizer, which is checked."""
 
     on_resume = MAY_CHANGE
 
-    url: Annotated[str, not_with("model.images", True, why="it is asked about tokens alone")]
-    """The base URL, for example http://gpu-09:8000/v1; /completions is
-    added. The controller must reach it.
+    url: Annotated[
+        str | None, not_with("model.images", True, why="it is asked about tokens alone")
+    ] = None
+    """The base URL of a server of yours, for example http://gpu-09:8000/v1; /completions is added.
+    The controller must reach it.
     """
-    model: str | None = None
+    served: str | None = None
+    """Instead of a URL: the name of a model that the run serves itself (``models``)."""
+    model: Annotated[str | None, only_with("url")] = None
     """The model's name at the server. Null: the first that the server lists."""
-    api_key: SecretStr | None = None
+    api_key: Annotated[SecretStr | None, only_with("url")] = None
     """The server's key, as ${VARIABLE} of the controller's environment. Null: none is sent."""
     kl_coef: Annotated[float, Field(gt=0.0)] = 1.0
     """A token's advantage is this times log(teacher / policy), the reverse KL divergence at the
@@ -293,9 +298,38 @@ class TeacherSpec(Section):
     """A run in which the teacher has answered nothing for so long ends as failed, to be resumed.
     Until then trajectories wait for it, and status says so."""
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield a teacher that is nowhere, or in two places."""
+        if (self.url is None) == (self.served is None):
+            yield Problem(
+                ("", "url", "served"), "needs exactly one of url and served, where it answers"
+            )
+
+    def problems_beside(self, models: Sequence[FrozenModelSpec], max_len: int) -> Iterator[Problem]:
+        """Yield that its model cannot take the policy's longest trajectories and a token more."""
+        for index, one in enumerate(models):
+            if one.name == self.served and one.max_len is not None and one.max_len <= max_len:
+                yield Problem(
+                    (f"models[{index}].max_len", "model.max_len"),
+                    f"is {one.max_len}, and a teacher is asked about trajectories of model.max_len "
+                    f"and one token more: at least {max_len + 1}",
+                )
+
+    def at(self, address: ModelsAddress) -> TeacherSpec:
+        """Return the same with the endpoint's URL and key, if it is a model of the run."""
+        if (name := self.served) is None:
+            return self
+        told = {"url": address.url_of(name), "model": name, "api_key": address.token}
+        return self.model_copy(update={**told, "served": None})
+
+    @property
+    def place(self) -> str:
+        """Where it answers, for people."""
+        return self.url or f"models: {self.served}"
+
     @field_validator("url")
     @classmethod
-    def _check_url(cls, value: str) -> str:
-        if not value.startswith(("http://", "https://")):
+    def _check_url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
             raise ValueError(f"must begin with http:// or https://, got {value!r}")
         return value

@@ -33,6 +33,12 @@ from libra_cli.config.environment import (
     listed,
 )
 from libra_cli.config.fields import Count, Name, Positive, Section, Share, as_tuple, one_or_several
+from libra_cli.config.frozen_models import (
+    FrozenModelSpec,
+    ModelsAddress,
+    environment_at,
+    served_in,
+)
 from libra_cli.config.on_resume import MAY_CHANGE, fixed
 from libra_cli.config.only_with import not_with
 from libra_cli.config.problems import Problem, RuleError
@@ -41,7 +47,7 @@ from libra_cli.config.rules import ALGORITHM_RULES, problems_between_fields
 from libra_cli.config.secrets import argument_problems, environment_problems
 from libra_cli.config.training import ReplaySpec, TrainingSpec
 
-PoolName: TypeAlias = Literal["rollout", "train", "hybrid", "auto", "environments"]
+PoolName: TypeAlias = Literal["rollout", "train", "hybrid", "auto", "models", "environments"]
 
 ToolFormatName: TypeAlias = Literal[
     "auto",
@@ -210,7 +216,8 @@ class NodeSpec(Section):
         | None
     ) = None
     """What its slots may do: one word for all of them, or a list with one for each. Null: auto.
-    A host of the pool environments has no slots and no GPUs: it plays what names it in
+    A slot of the pool models serves one of ``models``, all the time. A host of the pool
+    environments has no slots and no GPUs: it plays what names it in
     environment.workers.nodes or agent.nodes."""
     share: ShareSpec | None = None
     """A server and the trainer side by side on its GPUs, each with a share of the memory of every
@@ -514,6 +521,8 @@ class Recipe(Section):
     ] = ()
     """Conversations to imitate, with ``training.loss: sft`` and in place of environments and
     rollout: a path, a mapping with the keys of ``environment.tasks``, or a list of either."""
+    models: tuple[FrozenModelSpec, ...] = ()
+    """Models that the run serves beside its policy and never trains: a judge, a teacher."""
     teacher: TeacherSpec | None = None
     evaluation: Annotated[
         tuple[EvaluationSpec, ...],
@@ -562,8 +571,41 @@ class Recipe(Section):
     @property
     def all_environments(self) -> tuple[EnvironmentSpec, ...]:
         """The environments that are trained on, and those of evaluations that have their own."""
-        own = (one.environment for one in self.evaluation)
-        return (*self.environment, *(one for one in own if one is not None))
+        return tuple(one for _, one in self.named_environments)
+
+    @property
+    def named_environments(self) -> Iterator[tuple[str, EnvironmentSpec]]:
+        """Yield the same, each with its key."""
+        for index, environment in enumerate(self.environment):
+            yield f"environment[{index}]", environment
+        for index, one in enumerate(self.evaluation):
+            if one.environment is not None:
+                yield f"evaluation[{index}].environment", one.environment
+
+    @property
+    def asked_models(self) -> dict[str, object]:
+        """The name of the frozen model at every key that asks for one."""
+        teacher = self.teacher.served if self.teacher is not None else None
+        asked: dict[str, object] = {} if teacher is None else {"teacher.served": teacher}
+        for key, environment in self.named_environments:
+            asked |= served_in(environment.args, f"{key}.args")
+        return asked
+
+    def served_at(self, address: ModelsAddress) -> Recipe:
+        """Return a copy with the endpoint's URLs and key wherever it names a model of its own."""
+        own = [
+            one.model_copy(
+                update={"environment": one.environment and environment_at(one.environment, address)}
+            )
+            for one in self.evaluation
+        ]
+        return self.model_copy(
+            update={
+                "environment": tuple(environment_at(one, address) for one in self.environment),
+                "evaluation": tuple(own),
+                "teacher": self.teacher and self.teacher.at(address),
+            }
+        )
 
     @property
     def playing_nodes(self) -> frozenset[str]:
@@ -616,7 +658,12 @@ class Recipe(Section):
     @property
     def has_open_nodes(self) -> bool:
         """Whether the planner cuts the nodes up: all have GPUs, and none names slots or a pool."""
-        return all(node.is_open for node in self.slot_nodes)
+        return all(node.is_open for node in self.planned_nodes)
+
+    @property
+    def planned_nodes(self) -> tuple[NodeSpec, ...]:
+        """The hosts whose slots the planner has: not all of them serve frozen models."""
+        return tuple(node for node in self.slot_nodes if {*node.slot_pools} != {"models"})
 
     @property
     def slot_nodes(self) -> tuple[NodeSpec, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from libra_cli.config.errors import did_you_mean
 from libra_cli.config.fields import Section
+from libra_cli.config.frozen_models import frozen_model_problems, reach_problems
 from libra_cli.config.only_with import misplaced_keys
 from libra_cli.config.problems import Problem
 
@@ -56,6 +57,11 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     yield from _elastic_problems(recipe)
     yield from _shapes_problems(recipe.rollout, open_nodes=recipe.has_open_nodes)
     yield from _worker_problems(recipe)
+    pools = [pool for node in recipe.nodes for pool in node.slot_pools]
+    yield from frozen_model_problems(recipe.models, pools, recipe.asked_models)
+    if recipe.teacher is not None:
+        yield from recipe.teacher.problems_beside(recipe.models, recipe.model.max_len)
+    yield from reach_problems(recipe.named_environments)
 
 
 def _sections(section: Section, path: str = "") -> Iterator[tuple[str, Section]]:
@@ -134,13 +140,7 @@ def _same_task_problems(key: str, recipe: Recipe) -> Iterator[Problem]:
 
 def _worker_problems(recipe: Recipe) -> Iterator[Problem]:
     known = [node.name for node in recipe.nodes]
-    named = [(f"environment[{index}]", one) for index, one in enumerate(recipe.environment)]
-    named += [
-        (f"evaluation[{index}].environment", one.environment)
-        for index, one in enumerate(recipe.evaluation)
-        if one.environment is not None
-    ]
-    for key, environment in named:
+    for key, environment in recipe.named_environments:
         for name in environment.workers.nodes if environment.workers else ():
             if name not in known:
                 yield _unknown_node(f"{key}.workers.nodes", name, known)

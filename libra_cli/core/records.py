@@ -20,6 +20,7 @@ from json import dumps, loads
 from math import isfinite
 from typing import Any, ClassVar, Final, TypeAlias
 
+from libra_cli.config.frozen_models import POOL
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.json_form import HIDDEN, from_json_form
 from libra_cli.core.types import BranchTokens, ToolOutcome, ToolReturn
@@ -146,6 +147,11 @@ class SlotRecord:
     def gpus(self) -> tuple[int, ...]:
         """``gpus_json``, read: their indices on the host."""
         return tuple(loads(self.gpus_json or "[]"))
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it serves a model that is not the policy; ``bucket`` is its name."""
+        return self.pool == POOL
 
     @property
     def idle(self) -> float | None:

@@ -11,8 +11,8 @@ still runs (``runtime.adopted_run``); until it has reached every host it changes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -21,6 +21,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import events
 from libra_cli.core.actions import End
+from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.run.machine import Machine
@@ -33,6 +34,7 @@ from libra_cli.runtime.adoption.takeover import Adoption, asked_again, slots_of_
 from libra_cli.runtime.clock import RunClock
 from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.driver import Driver
+from libra_cli.runtime.frozen.models import FrozenModels
 from libra_cli.runtime.host_events import HostEvents
 from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent
 from libra_cli.runtime.hosts.cluster import PATIENCE_S, Cluster
@@ -87,6 +89,8 @@ class Session:
         self._exports = RunExports(
             recipe, self._cluster, run_dir, card_of, save=self._save, note=records.note
         )
+        frozen = frozen_slots(recipe.models, recipe.nodes)
+        self._models = FrozenModels(frozen, self._cluster, self._save)
         self._log = EventLog(
             run_dir,
             secrets.token,
@@ -139,7 +143,7 @@ class Session:
         begun_with = self._planning.first_plan(self._cluster.gpu_names)
         self._learn(begun_with.slots)
         async with self._source() as source:
-            await check_outside(self._recipe, source.renderer)
+            await check_outside(source.recipe, source.renderer)
             resume = None
             if checkpoint is not None:
                 resume = await checkpoint.resume(self._cluster.hosts, self._records.note)
@@ -166,7 +170,7 @@ class Session:
             self._attaching = False
             records.note("it had ended already when its controller was killed")
             return ended
-        async with self._source() as source:
+        async with self._source(adopts=True) as source:
             begin = partial(self._take_over, adoption)
             return await self._drive(replayed.machine, replayed.memory, source, begin)
 
@@ -184,13 +188,20 @@ class Session:
 
     # -- the machine at work --------------------------------------------------------------------
 
-    def _source(self) -> AbstractAsyncContextManager[TrajectorySource]:
-        return open_source(
-            self._recipe,
-            self._run_dir,
-            open_on=self._cluster.open_stream,
-            note=self._records.note,
-        )
+    @asynccontextmanager
+    async def _source(self, *, adopts: bool = False) -> AsyncIterator[TrajectorySource]:
+        """Open the frozen models, and what trajectories come from, which may ask them."""
+        self._cluster.on_event = self._models.happened
+        async with (
+            self._models.opened(adopts=adopts) as address,
+            open_source(
+                self._recipe.served_at(address),
+                self._run_dir,
+                open_on=self._cluster.open_stream,
+                note=self._records.note,
+            ) as source,
+        ):
+            yield source
 
     async def _drive(
         self, machine: Machine, memory: RunMemory, source: TrajectorySource, begin: Begin
@@ -207,7 +218,7 @@ class Session:
             mask=self._records.mask,
         )
         performer = performer_of(
-            self._recipe,
+            source.recipe,
             self._run_dir,
             self._cluster,
             self._slots,
@@ -221,6 +232,7 @@ class Session:
         reports = HostEvents(self._cluster, performer, post=driver.post)
 
         def happened(event: HostEvent) -> None:
+            self._models.happened(event)
             reports.happened(event)
             if isinstance(event, Exited):  # the next process there may listen elsewhere
                 log.outdated()

@@ -54,6 +54,7 @@ class Teacher:
 
     def __init__(self, spec: TeacherSpec) -> None:
         self._spec = spec
+        assert spec.url is not None, "with_addresses has written where it answers"
         self._url = spec.url.rstrip("/").removesuffix("/completions")
         self._model = spec.model
         self._permits = asyncio.Semaphore(spec.concurrency)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli.config.environment import EnvironmentSpec
+from libra_cli.config.frozen_models import NOWHERE
 from libra_cli.config.recipe import ModelSpec, Recipe
 from libra_cli.core.algorithms.algorithm import check_roles
 from libra_cli.core.types import TrajectoryId
@@ -39,8 +40,8 @@ class TrajectorySource:
 
     renderer: Renderer
     episodes: EpisodePlayer | Demonstrations
-    seed: int
-    """The seed of the run."""
+    recipe: Recipe
+    """The recipe, which says where the models of the run answer."""
     images: ImageStore
     """What environments have shown."""
 
@@ -48,7 +49,7 @@ class TrajectorySource:
         """Carries out what the machine wants of episodes; those in ``histories`` are rebuilt."""
         if isinstance(self.episodes, Demonstrations):
             return self.episodes
-        return EpisodePerformer(self.episodes, run_seed=self.seed, histories=histories)
+        return EpisodePerformer(self.episodes, run_seed=self.recipe.run.seed, histories=histories)
 
 
 def check_source(recipe: Recipe) -> None:
@@ -60,6 +61,7 @@ def check_source(recipe: Recipe) -> None:
     if recipe.demonstrations:
         check_demonstrations(recipe.demonstrations)
         return
+    recipe = recipe.served_at(NOWHERE)
     for environment in recipe.environment:
         if getattr(_tried(environment), "roles", ()):
             check_roles(recipe.training)
@@ -98,13 +100,13 @@ async def open_source(
     if recipe.demonstrations:
         rows, max_len = recipe.demonstrations, recipe.model.max_len
         demonstrated = Demonstrations(rows, renderer, seed=recipe.run.seed, max_len=max_len)
-        yield TrajectorySource(renderer, demonstrated, recipe.run.seed, images)
+        yield TrajectorySource(renderer, demonstrated, recipe, images)
         return
     player = _player(recipe, renderer, run_dir, images, open_on=open_on, note=note)
     try:
         await player.prepare(note)
         await player.check(recipe.run.seed)
-        yield TrajectorySource(renderer, player, recipe.run.seed, images)
+        yield TrajectorySource(renderer, player, recipe, images)
     finally:
         await player.close()
 

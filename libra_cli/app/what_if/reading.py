@@ -139,8 +139,9 @@ def _at_one_bound(run: PlayedRun, reader: Reader) -> tuple[PlayedRun, tuple[str,
 
 def _idle_rollout(slots: Sequence[SlotRecord]) -> float | None:
     """The share of their time that servers had no request, by the slots' own seconds."""
-    serving_s = sum(slot.serving_s for slot in slots)
-    return max(0.0, 1 - sum(slot.busy_s for slot in slots) / serving_s) if serving_s else None
+    servers = [slot for slot in slots if not slot.is_frozen]
+    serving_s = sum(slot.serving_s for slot in servers)
+    return max(0.0, 1 - sum(slot.busy_s for slot in servers) / serving_s) if serving_s else None
 
 
 def played_run(reader: Reader, *, every: int = 1) -> PlayedRun:

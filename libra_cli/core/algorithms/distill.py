@@ -46,7 +46,7 @@ class Distillation(Objective):
         teacher, rollout = self.recipe.teacher, self.recipe.rollout
         if teacher is None:
             return
-        if SECRET_IN_URL.search(teacher.url):
+        if teacher.url is not None and SECRET_IN_URL.search(teacher.url):
             yield Problem(
                 ("teacher.url",),
                 "has a secret in it, and this is no place for one; teacher.api_key is, as "
@@ -68,7 +68,7 @@ class Distillation(Objective):
     def teacher(self) -> TeacherQueue | None:
         """The queue of trajectories that wait for the teacher."""
         spec = self.recipe.teacher
-        return None if spec is None else TeacherQueue(spec.url, spec.patience_s)
+        return None if spec is None else TeacherQueue(spec.place, spec.patience_s)
 
     def by_token(self, tokens: Branch, runs: Sequence[tuple[int, float]]) -> array[float] | None:
         """The advantage of each token of a branch that the teacher has judged."""

@@ -56,7 +56,7 @@ SEATS = 128
 
 
 def slots_of(recipe: Recipe) -> tuple[Slot, ...]:
-    """Every slot, in the order of the recipe. A slot of pool ``auto`` is hybrid.
+    """Every slot of the planner, in the order of the recipe. A slot of pool ``auto`` is hybrid.
 
     Of open nodes: those of ``initial_plan``, until there is another plan.
     """
@@ -68,7 +68,7 @@ def slots_of(recipe: Recipe) -> tuple[Slot, ...]:
 
 def open_nodes(recipe: Recipe) -> GpuNodes:
     """The nodes of a recipe that leaves it to the planner what slots they have."""
-    return GpuNodes(tuple((node.name, node.gpus) for node in recipe.slot_nodes))
+    return GpuNodes(tuple((node.name, node.gpus) for node in recipe.planned_nodes))
 
 
 def shapes_of(recipe: Recipe) -> tuple[int, ...]:
@@ -209,6 +209,7 @@ def _slots_of_node(node: NodeSpec, free: Pool) -> tuple[Slot, ...]:
             pool=free if pool in ("auto", "hybrid") else Pool(pool),
         )
         for index, pool in enumerate(node.slot_pools)
+        if pool != "models"  # ``core.frozen``
     )
 
 

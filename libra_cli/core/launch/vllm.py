@@ -137,7 +137,7 @@ def _env(recipe: Recipe, launch: ServerLaunch) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         **interface_env("lo"),
-        **_sockets_env(facts),
+        **sockets_env(facts),
     }
     if recipe.rollout.engine == "safe":
         env["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -153,8 +153,9 @@ def _env(recipe: Recipe, launch: ServerLaunch) -> dict[str, str]:
     return env
 
 
-def _sockets_env(facts: HostFacts) -> dict[str, str]:
-    """vLLM never removes its sockets: beside the run's weights they go when the run ends."""
+def sockets_env(facts: HostFacts) -> dict[str, str]:
+    """Where vLLM has its own sockets. It never removes them: beside the run's weights they go when
+    the run ends."""
     run_id = facts.run_dir.split("/")[-2]
     directory = f"{facts.weights_dir}/{run_id}"
     fits = len(directory.encode()) <= SOCKET_DIRECTORY

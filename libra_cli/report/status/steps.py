@@ -184,8 +184,9 @@ def idle(
     """The idle shares of the whole run and of the last ``RECENT`` steps, which ``samples`` are
     of.
     """
-    serving = sum(slot.serving_s for slot in slots)
-    busy = sum(slot.busy_s for slot in slots)
+    servers = [slot for slot in slots if not slot.is_frozen]
+    serving = sum(slot.serving_s for slot in servers)
+    busy = sum(slot.busy_s for slot in servers)
     return IdlePart(
         rollout=max(0.0, 1 - busy / serving) if serving else None,
         training=_waited_share(steps),

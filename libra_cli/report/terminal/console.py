@@ -376,6 +376,8 @@ def _slot_table(summary: RunSummary) -> Table:
     for slot in summary.slots:
         server = servers.get(slot.slot)
         row: list[str | Text] = [slot_label(slot.slot), slot.role, styled(slot.state)]
+        if slot.is_frozen:
+            row += [slot.bucket, "", str(slot.running), "", "", "", percent(slot.idle)]
         if server is None:
             table.add_row(*row)
             continue

@@ -387,7 +387,8 @@ def _process_says(process: ProcessRecord) -> str:
 
 
 def _slot_says(slot: SlotRecord) -> str:
-    what = {"rollout": "server", "train": "trainer", "gradient": "gradient worker"}.get(slot.role)
+    roles = {"rollout": "server", "train": "trainer", "gradient": "gradient worker"}
+    what = f"model {slot.bucket}" if slot.is_frozen else roles.get(slot.role)
     state = "ready" if slot.state == "training" else slot.state
     words = " ".join(filter(None, (what, state)))
     if slot.state == "serving" and slot.version is not None:
@@ -409,7 +410,7 @@ def _move_says(move: MoveRecord, now: float) -> str:
 def _worth_a_line(part: NodeRecord | ProcessRecord | SlotRecord) -> bool:
     """A server or trainer is told by its slot; a process has a line only if it has no slot."""
     if isinstance(part, ProcessRecord):
-        return not part.process.startswith(("server-", "trainer-", "agent"))
+        return not part.process.startswith(("server-", "trainer-", "agent", "model-"))
     return not (isinstance(part, SlotRecord) and part.state == "idle")
 
 

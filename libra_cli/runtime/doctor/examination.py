@@ -242,7 +242,7 @@ class Examination:
 
     async def _teacher(self) -> TeacherReport | None:
         spec, renderer = self._recipe.teacher, self._renderer
-        if spec is None:
+        if spec is None or spec.served is not None:  # it is started with the run
             return None
         self._on_stage("asking the teacher")
         teacher = Teacher(spec)

@@ -13,7 +13,9 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.core.types import Seconds
+from libra_cli.runtime.supervision.background import is_cancelled
 
 T = TypeVar("T")
 
@@ -56,10 +58,18 @@ class Calls:
                 return await self.run_on(line, call)
 
     async def run_on(self, line: CallLine, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Make a call now, however long it takes, and abandon it if this is cancelled."""
+        """Make a call now, however long it takes, and abandon it if this is cancelled.
+
+        Raises:
+            EnvironmentBroken: the episode was forgotten meanwhile, with its calls.
+        """
         task = line.last = asyncio.create_task(call())
         try:
             return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled() and not is_cancelled():
+                raise EnvironmentBroken("the episode was forgotten meanwhile") from None
+            raise
         finally:
             if not task.done():  # it takes too long, or the trajectory was cancelled
                 self.hung += 1

@@ -372,6 +372,7 @@ class Cluster:
             await self.models.place_again(node, hint=f"libra doctor {self._recipe_path}")
         self._gone.discard(node)
         self._save_node(node, "ready", detail="with a new agent")
+        self._wake()
 
     # -- processes ------------------------------------------------------------------------------
 
@@ -474,9 +475,13 @@ class Cluster:
             self._save_node(event.node, "failed", detail=event.reason)
         elif isinstance(event, Rejoined):
             self._save_node(event.node, "connecting", detail="answers again")
+        self._wake()
+        self.on_event(event)
+
+    def _wake(self) -> None:
+        """Let go on who waits for a node."""
         self._changed.set()
         self._changed.clear()
-        self.on_event(event)
 
     def _give_up_waiting(self, event: LeaseExpired) -> None:
         for (node, process), ended in self._waiting.items():
@@ -527,6 +532,11 @@ class Cluster:
             async with asyncio.timeout(self._recipe.run.lease_s + STOP_GRACE_S):
                 while node in self.lost:
                     await self._changed.wait()
+
+    async def until_reached(self, node: str) -> None:
+        """Wait until the node answers, and is ready again if it was given up."""
+        while node in self.lost | self._gone:
+            await self._changed.wait()
 
     # -- closing --------------------------------------------------------------------------------
 

@@ -9,7 +9,9 @@ from libra_cli.runtime.hosts.agent_messages import Exited
 _RANK = r"(?:\[rank\d+\]:\s*)?"
 """What torch writes before every line of an error in a process of a group, even of one."""
 _ERROR = re.compile(
-    rf"^{_RANK}((?!subprocess\.CalledProcessError)[\w.]*(?:Error|Exception|Interrupt)\b.*)", re.M
+    rf"^{_RANK}((?!subprocess\.CalledProcessError)[\w.]*(?:Error|Exception|Interrupt)\b.*"
+    r"(?:(?<=Config)\n.*)?)",  # pydantic says on the next line what is wrong
+    re.M,
 )
 
 
@@ -23,6 +25,6 @@ def how_it_ended(event: Exited) -> str:
 
 def error_in(text: str) -> str:
     """The last line of a log that names an error, or the last of all."""
-    errors = [match[1] for match in _ERROR.finditer(text)]
+    errors = [" ".join(match[1].split()) for match in _ERROR.finditer(text)]
     lines = [line for line in text.splitlines() if line.strip()]
     return (errors or lines or ["it wrote nothing"])[-1].strip()[:500]

@@ -18,13 +18,13 @@ from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.mixtures import MixtureRefused
 from libra_cli.core.costs.profile import WAKE_S, NothingFits, ProfileError
 from libra_cli.core.evidence import CostEvidence, Starts
-from libra_cli.core.launch.dry_run import dry_run
 from libra_cli.core.launch.gpu_nodes import gpus_of
 from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import worker_ports
 from libra_cli.core.launch.trainer_backend import ranks_per_node, trainer_backend
 from libra_cli.core.observation import Observation
+from libra_cli.core.preflight.dry_run import dry_run
 from libra_cli.core.reconcile.manual_plan import ordered_plan
 from libra_cli.core.run.observer import limits_of, workload_of
 from libra_cli.core.types import Role, Slot, node_of

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.core.launch.dry_run import dry_run
 from libra_cli.core.launch.placement import initial_plan, slots_of
+from libra_cli.core.preflight.dry_run import dry_run
 from libra_cli.runtime.recipes.loader import load_recipe
 
 CHECKOUT = Path(__file__).parents[3]

@@ -17,13 +17,13 @@ import pytest
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rollout import RESERVED_VLLM_FLAGS
 from libra_cli.core.costs.architecture import published
-from libra_cli.core.launch.dry_run import dry_run, masked
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import HostFacts, ProcessSpec, process_of
 from libra_cli.core.launch.rollout_backend import server_process
 from libra_cli.core.launch.trainer_backend import TrainerLaunch, trainer_processes
+from libra_cli.core.preflight.dry_run import dry_run, masked
 from libra_cli.core.types import Bucket
 
 CASES = sorted((Path(__file__).parent / "commands").glob("*.json"))

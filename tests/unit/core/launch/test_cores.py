@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from libra_cli.config.recipe import NodeSpec, Recipe
-from libra_cli.core.launch.dry_run import dry_run
 from libra_cli.core.launch.joined_slots import slot_named
 from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.launch.process import HostFacts
 from libra_cli.core.launch.rollout_backend import server_process
+from libra_cli.core.preflight.dry_run import dry_run
 from libra_cli.core.types import Bucket
 
 

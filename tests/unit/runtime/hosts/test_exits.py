@@ -27,6 +27,15 @@ from libra_cli.runtime.hosts.exits import how_it_ended
             ),
             "ModuleNotFoundError: No module named 'torchvision'",
         ),
+        (
+            (
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig\n"
+                "  Value error, max_model_len (9) is greater than 8\n"
+                "    For further information visit https://errors.pydantic.dev\n"
+            ),
+            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig "
+            "Value error, max_model_len (9) is greater than 8",
+        ),
     ],
 )
 def test_a_process_that_failed_is_told_with_its_last_error(tail, reason):

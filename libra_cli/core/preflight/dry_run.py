@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 
 from libra_cli.config.recipe import NodeSpec, Recipe, WeightSyncSpec
 from libra_cli.config.secrets import SECRET_NAME
+from libra_cli.core.frozen.process import frozen_process
+from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.launch.model import model_process
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.launch.ports import ports_needed
@@ -52,6 +54,9 @@ def dry_run(
     specs = _processes(recipe, plan, slots, known)
     roles = {slot: f"rollout: {bucket.name}" for slot, bucket in plan.servers}
     roles |= dict.fromkeys(plan.train, "train") | dict.fromkeys(plan.gradient, "gradient")
+    frozen = frozen_slots(recipe.models, recipe.nodes)
+    roles |= {one.slot.id: f"model: {one.model.name}" for one in frozen}
+    slots = (*slots, *(one.slot for one in frozen))
     return tuple(
         HostPlan(
             node=node,
@@ -92,8 +97,8 @@ def masked(env: Mapping[str, str]) -> dict[str, str]:
 def _processes(
     recipe: Recipe, plan: Plan, known: Sequence[Slot], facts: Mapping[str, HostFacts]
 ) -> list[ProcessSpec]:
-    """Return the processes in the order they are started: the model's
-    builder, servers, trainer, gradient workers.
+    """Return the processes in the order they are started: the model's builder, frozen models,
+    servers, trainer, gradient workers.
     """
     slots = {slot.id: slot for slot in known}
     ports = _first_ports(recipe, plan)
@@ -103,6 +108,10 @@ def _processes(
     }
     head = slots[plan.train[0]].node
     specs = [model_process(recipe, facts[head])] if recipe.model.build is not None else []
+    specs += [
+        frozen_process(one, facts[one.node.name], path=one.model.path)
+        for one in frozen_slots(recipe.models, recipe.nodes)
+    ]
     for slot, bucket in ((slots[slot_id], bucket) for slot_id, bucket in plan.servers):
         node = slot.node
         specs.append(server_process(recipe, slot, bucket, facts[node], model_dir=model_dirs[node]))

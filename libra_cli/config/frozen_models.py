@@ -1,0 +1,154 @@
+"""Models that a run serves beside its policy and never trains: a judge, a customer.
+
+A server of one is vLLM's own, on a slot of the pool ``models``. Whoever needs a model says
+``served: NAME`` where the URL of somebody's server could stand, for example in a mapping of an
+environment's arguments. Before anything asks, ``Recipe.served_at`` writes the run's own endpoint
+there. No I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, SecretStr
+
+from libra_cli.config.errors import did_you_mean
+from libra_cli.config.fields import Positive, Section
+from libra_cli.config.on_resume import MAY_CHANGE
+from libra_cli.config.problems import Problem
+
+if TYPE_CHECKING:
+    from libra_cli.config.environment import EnvironmentSpec
+
+POOL = "models"
+"""The pool of slots that serve frozen models."""
+SERVED = "served"
+"""The key whose value is a model's name."""
+KEY = "LIBRA_MODELS_KEY"
+"""The name of the environment's secret that opens the run's endpoint."""
+_RESERVED = frozenset({"--uds", "--host", "--port", "--api-key", "--model", "--served-model-name"})
+
+
+class FrozenModelSpec(Section):
+    """A model that is served beside the policy and never trained, by vLLM's own server."""
+
+    on_resume = MAY_CHANGE
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+    """What ``served`` calls it, for example judge."""
+    path: str
+    """A Hugging Face model directory, the same on every host that serves it."""
+    slots: Positive = 1
+    """Slots of the pool models that have a server of it each, the next ones in the recipe's order.
+    """
+    max_len: Positive | None = None
+    """The most tokens of a request with its answer. Null: the model's own."""
+    kv_gib: Positive = 1
+    """GiB of KV cache of a server without GPUs."""
+    vllm_args: tuple[str, ...] = ()
+    """Further arguments of ``vllm serve``, for example of its parser of tool calls."""
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield arguments that libra gives itself."""
+        for index, argument in enumerate(self.vllm_args):
+            flag = argument.split("=", 1)[0].replace("_", "-")
+            if flag in _RESERVED:
+                yield Problem((f"vllm_args[{index}]",), f"{flag} is set by libra from other fields")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsAddress:
+    """Where the models of a run answer, and the token that each request brings."""
+
+    url: str
+    token: SecretStr
+
+    def url_of(self, name: str) -> str:
+        """The base URL of a model."""
+        return f"{self.url}/{name}/v1"
+
+
+NOWHERE = ModelsAddress("http://127.0.0.1:9", SecretStr("not-served-yet"))
+"""Stands for the endpoint while environments are only tried, and nothing is served."""
+
+
+def frozen_model_problems(
+    models: Sequence[FrozenModelSpec],
+    pools: Sequence[str],
+    asked: Mapping[str, object],
+) -> Iterator[Problem]:
+    """Yield models without slots, slots without a model, and names that nothing has or asks for.
+
+    ``pools`` are those of all slots; ``asked`` has the name that each key asks for.
+    """
+    names = [one.name for one in models]
+    given, wanted = pools.count(POOL), sum(one.slots for one in models)
+    if given != wanted:
+        yield Problem(
+            ("models" if models else "nodes", "nodes"),
+            f"take {wanted} slots, and {given} slots of nodes are of the pool models: give as many "
+            "(nodes[].pool: [auto, models])",
+        )
+    for key, name in asked.items():
+        if name not in names:
+            told = did_you_mean(str(name), names) if names else ": models names none"
+            yield Problem((key, "models"), f"there is no model {name!r}{told}")
+    for index, one in enumerate(models):
+        if one.name in names[:index]:
+            yield Problem((f"models[{index}].name",), f"{one.name!r} is named twice")
+        if one.name not in asked.values():
+            yield Problem(
+                (f"models[{index}].name",),
+                f"nothing asks for {one.name!r}: say served: {one.name} where a URL would stand, "
+                "as in environment.args, or leave it out",
+            )
+
+
+def reach_problems(environments: Iterable[tuple[str, EnvironmentSpec]]) -> Iterator[Problem]:
+    """Yield environments on hosts that do not reach the models which they ask."""
+    for key, environment in environments:
+        nodes = environment.workers.nodes if environment.workers is not None else ()
+        if nodes and served_in(environment.args):
+            yield Problem(
+                (f"{key}.workers.nodes", f"{key}.args"),
+                "are hosts that do not reach the models of the run, which answer on the "
+                "controller's loopback: leave nodes out",
+            )
+
+
+def served_in(value: Any, path: str = "") -> dict[str, object]:
+    """Return the model's name at every place of arguments that names one, by its key."""
+    found: dict[str, object] = {}
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if key == SERVED:
+                found[f"{path}.{key}"] = inner
+            else:
+                found |= served_in(inner, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            found |= served_in(inner, f"{path}[{index}]")
+    return found
+
+
+def environment_at(environment: EnvironmentSpec, address: ModelsAddress) -> EnvironmentSpec:
+    """Return the environment with the endpoint's URLs and key wherever it names a model."""
+    if not served_in(environment.args):
+        return environment
+    args = _with_urls(environment.args, address)
+    secrets = {**environment.secrets, KEY: address.token}
+    return environment.model_copy(update={"args": args, "secrets": secrets})
+
+
+def _with_urls(value: Any, address: ModelsAddress) -> Any:
+    if isinstance(value, list | tuple):
+        return [_with_urls(one, address) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    told = {key: _with_urls(one, address) for key, one in value.items() if key != SERVED}
+    if SERVED not in value:
+        return told
+    name = str(value[SERVED])
+    return {**told, "url": address.url_of(name), "model": name, "api_key": KEY}

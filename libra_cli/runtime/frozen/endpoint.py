@@ -1,0 +1,113 @@
+"""Where the frozen models of a run answer: HTTP on the controller's loopback, with a token.
+
+    /NAME/v1/...    goes to the server of that model which answers the fewest requests now
+
+A request waits while no server of its model serves. One whose server goes before it has answered is
+asked again of another: nothing of it was told to whoever asks. Answers are vLLM's own, byte for
+byte, those in parts too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+from collections.abc import Sequence
+
+import aiohttp
+from aiohttp import web
+from pydantic import SecretStr
+
+from libra_cli.config.frozen_models import ModelsAddress
+from libra_cli.runtime.frozen.server import FrozenServer
+
+LOOPBACK = "127.0.0.1"
+MAX_BODY_BYTES = 64 * 1024**2
+_PASSED_ON = ("Content-Type", "Retry-After")
+_NO_LIMIT = aiohttp.ClientTimeout(total=None)
+"""Whoever asks has a limit of its own, and is gone when that is over."""
+
+
+class ModelsEndpoint:
+    """The HTTP server that hands requests on to the servers of models."""
+
+    def __init__(self, servers: Sequence[FrozenServer], changed: asyncio.Event) -> None:
+        """``changed`` is set, and cleared again, when one of the servers serves or no longer."""
+        self._servers = servers
+        self._changed = changed
+        self._token = secrets.token_urlsafe(32)
+        self._http: web.AppRunner | None = None
+
+    async def start(self) -> ModelsAddress:
+        """Listen on a free port of loopback; returns where."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_route("*", "/{model}/{path:.*}", self._handle)
+        self._http = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        )
+        await self._http.setup()
+        await web.TCPSite(self._http, LOOPBACK, 0).start()
+        port = self._http.addresses[0][1]
+        return ModelsAddress(f"http://{LOOPBACK}:{port}", SecretStr(self._token))
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.cleanup()
+
+    async def _handle(self, http: web.Request) -> web.StreamResponse:
+        given = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
+            return web.json_response({"error": {"message": "another key"}}, status=401)
+        name = http.match_info["model"]
+        if name not in (known := [server.model for server in self._servers]):
+            said = f"the run serves no model {name!r}, but {', '.join(dict.fromkeys(known))}"
+            return web.json_response({"error": {"message": said}}, status=404)
+        body = await http.read()
+        response: web.StreamResponse | None = None
+        while response is None:
+            response = await self._tried(http, await self._serving(name), body)
+        return response
+
+    async def _serving(self, name: str) -> FrozenServer:
+        """The server of a model that has the least to do, once there is one."""
+        while True:
+            ready = [one for one in self._servers if one.model == name and one.session is not None]
+            if ready:
+                return min(ready, key=lambda one: one.running)
+            await self._changed.wait()
+
+    async def _tried(
+        self, http: web.Request, server: FrozenServer, body: bytes
+    ) -> web.StreamResponse | None:
+        """Hand a request on; None if the server went before it had answered."""
+        session = server.session
+        assert session is not None, "it was just chosen"
+        url = f"http://server/{http.match_info['path']}"
+        headers = {"Content-Type": http.headers.get("Content-Type", "application/json")}
+        try:
+            with server.answering():
+                async with session.request(
+                    http.method, url, data=body or None, headers=headers, timeout=_NO_LIMIT
+                ) as answer:
+                    return await _handed_back(http, answer)
+        except (aiohttp.ClientError, OSError):
+            if http.transport is None or http.transport.is_closing():
+                raise
+            await asyncio.sleep(0.1)  # it is told of a server's end a moment later
+            return None
+
+
+async def _handed_back(http: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    headers = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
+    if "event-stream" not in headers.get("Content-Type", ""):
+        return web.Response(status=answer.status, body=await answer.read(), headers=headers)
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    await response.prepare(http)
+    try:
+        async for part in answer.content.iter_any():
+            await response.write(part)
+        await response.write_eof()
+    except (aiohttp.ClientError, OSError):  # a part was answered: it cannot be asked again
+        if http.transport is not None:
+            http.transport.close()
+    return response

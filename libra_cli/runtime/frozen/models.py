@@ -1,0 +1,87 @@
+"""The frozen models of a run: all servers of them, and the endpoint at which they answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from libra_cli.config.errors import ProcessError
+from libra_cli.config.frozen_models import NOWHERE, ModelsAddress
+from libra_cli.core.frozen.process import frozen_process
+from libra_cli.core.frozen.slots import FrozenSlot
+from libra_cli.core.launch.process import ProcessSpec
+from libra_cli.core.records import Record
+from libra_cli.runtime.frozen.endpoint import ModelsEndpoint
+from libra_cli.runtime.frozen.server import FrozenServer
+from libra_cli.runtime.hosts.agent_messages import HostEvent
+from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.supervision.background import Background
+
+
+class FrozenModels:
+    """The servers of a run's frozen models, from ``opened`` on."""
+
+    def __init__(
+        self, slots: Sequence[FrozenSlot], cluster: Cluster, save: Callable[[Record], None]
+    ) -> None:
+        """Start nothing yet; the hosts of ``cluster`` are open when ``opened`` is entered."""
+        self._slots = slots
+        self._cluster = cluster
+        self._save = save
+        self._servers: list[FrozenServer] = []
+        self._background = Background()
+        self._changed = asyncio.Event()
+
+    @asynccontextmanager
+    async def opened(self, *, adopts: bool = False) -> AsyncIterator[ModelsAddress]:
+        """Start all servers, and yield the address at which they answer.
+
+        One that ``adopts`` goes on with those that a killed controller has left, and waits for
+        none: what is asked of them waits.
+
+        Raises:
+            ProcessError: one ended before it served.
+        """
+        if not self._slots:
+            yield NOWHERE
+            return
+        for one in self._slots:
+            process = partial(self._process, one)
+            server = FrozenServer(one, process, self._cluster, self._save)
+            self._servers.append(server)
+            live = partial(server.live, self._wake)
+            self._background.keep(f"serving {one.model.name} on {one.slot.id}", live)
+        endpoint = ModelsEndpoint(self._servers, self._changed)
+        try:
+            address = await endpoint.start()
+            if not adopts:
+                await self._all_serve()
+            yield address
+        finally:
+            await endpoint.close()
+            await self._background.close()
+            for server in self._servers:
+                server.leave()
+
+    def happened(self, event: HostEvent) -> None:
+        """Take in what a host reports."""
+        for server in self._servers:
+            server.happened(event)
+
+    async def _all_serve(self) -> None:
+        done, _ = await asyncio.wait(
+            [server.first for server in self._servers], return_when=asyncio.FIRST_EXCEPTION
+        )
+        for one in done:
+            if isinstance(error := one.exception(), ProcessError):
+                raise error
+
+    def _process(self, one: FrozenSlot) -> ProcessSpec:
+        host, facts = self._cluster.hosts[one.node.name], self._cluster.facts[one.node.name]
+        return frozen_process(one, facts, path=host.expand(one.model.path))
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed.clear()

@@ -1,0 +1,239 @@
+"""One server of a frozen model, from its first start to the end of the run.
+
+    STARTING --health--> SERVING --exit, or silence--> FAILED --pause--> STARTING
+
+It is started again whatever it ended of, after the pauses of ``core.cluster.restarts``; on a host
+that does not answer, once that is back. What was asked of it meanwhile is asked of another one, or
+waits: nobody who asks is told of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import aiohttp
+
+from libra_cli.config.errors import LibraError, ProcessError
+from libra_cli.config.frozen_models import POOL
+from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.cluster.restarts import LATER_S, RestartBudget
+from libra_cli.core.frozen.slots import FrozenSlot
+from libra_cli.core.launch.process import ProcessSpec
+from libra_cli.core.records import Record, SlotRecord
+from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
+from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.hosts.exits import how_it_ended
+from libra_cli.runtime.processes.owner import STARTUP_TIMEOUT_S
+
+ASK_EVERY_S = 1.0
+CHECK_EVERY_S = 10.0
+ANSWER_S = 30.0
+"""How long a server may take to say that it is well; vLLM says so beside its engine's steps."""
+SILENT_S = 120.0
+"""How long a server on a host that answers may say nothing, before another is started; as long as a
+lease, chosen."""
+_HEALTH = "http://server/health"
+
+
+class FrozenServer:
+    """The server of one slot; ``live`` keeps it for as long as the run goes on."""
+
+    def __init__(
+        self,
+        frozen: FrozenSlot,
+        process: Callable[[], ProcessSpec],
+        cluster: Cluster,
+        save: Callable[[Record], None],
+    ) -> None:
+        """``process`` says what is started, once the host has told of itself."""
+        self.model = frozen.model.name
+        self.running = 0
+        """Requests that it answers now."""
+        self.session: aiohttp.ClientSession | None = None
+        """The connection to it while it serves; None while it does not."""
+        self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when it has served, or has failed before it ever did."""
+        self._slot = frozen.slot
+        self._process = process
+        self._cluster = cluster
+        self._save = save
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._budget = RestartBudget()
+        self._state, self._since = ReplicaState.IDLE, cluster.clock()
+        self._lives = 0
+        self._seconds = _Seconds(cluster.clock)
+
+    async def live(self, changed: Callable[[], None]) -> None:
+        """Start it, and again whenever it has ended; ``changed`` hears when it serves or not."""
+        node = self._slot.node
+        while True:
+            await self._cluster.until_reached(node)
+            try:
+                reason = await self._one_life(changed)
+            except LibraError as error:
+                reason = f"did not start: {error}"
+            self._tell_if_first(reason)
+            await self._cluster.stop(node, self._process().process)  # what it has left
+            pause_s = self._budget.wait_s()
+            pause_s = LATER_S if pause_s is None else pause_s
+            self._become(ReplicaState.FAILED, f"{reason}; started again in {pause_s:.0f} s")
+            await asyncio.sleep(pause_s)
+
+    def happened(self, event: HostEvent) -> None:
+        """Take in that its process, or its host, is gone."""
+        if self._ended.done():
+            return
+        if isinstance(event, Exited):
+            if (event.node, event.process) == (self._slot.node, self._process().process):
+                self._ended.set_result(how_it_ended(event))
+        elif isinstance(event, LeaseExpired) and event.node == self._slot.node:
+            self._budget.refill()  # the host's fault
+            self._ended.set_result(f"went with its host: {event.reason}")
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a request while it is answered."""
+        self.running += 1
+        self._seconds.count(self.running)
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._seconds.count(self.running)
+
+    def leave(self) -> None:
+        """Tell that the slot has no server any more, at the end of the run."""
+        self._become(ReplicaState.IDLE)
+
+    async def _one_life(self, changed: Callable[[], None]) -> str:
+        """Start the process, serve, and return why that is over. Raises LibraError."""
+        self._ended = asyncio.get_running_loop().create_future()
+        self._lives += 1
+        self._become(ReplicaState.STARTING)
+        process = self._process()
+        await self._cluster.start(process)
+        endpoint = await self._cluster.dial(process)
+        connector = aiohttp.UnixConnector(path=endpoint.path, limit=0)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            await self._until_well(session)
+            if self._ended.done():
+                return self._ended.result()
+            try:
+                self.session = session
+                self._serves()
+                changed()
+                return await self._until_ended(session)
+            finally:
+                self.session = None
+                self._seconds.stop()
+                self._budget.worked(now=self._cluster.clock())
+
+    def _serves(self) -> None:
+        self._budget.works(now=self._cluster.clock())
+        self._seconds.start()
+        self._become(ReplicaState.SERVING)
+        if not self.first.done():
+            self.first.set_result(None)
+
+    def _tell_if_first(self, reason: str) -> None:
+        if not self.first.done():
+            what = f"model {self.model}: its server on {self._slot.id} {reason}"
+            hint = f"libra logs {self._slot.node} {self._process().process}"
+            self.first.set_exception(ProcessError(what, hint=hint))
+            self.first.exception()  # nobody may wait for it
+
+    async def _until_well(self, session: aiohttp.ClientSession) -> None:
+        """Wait until it serves or has ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STARTUP_TIMEOUT_S):
+                while not self._ended.done() and not await _is_well(session):
+                    await asyncio.wait({self._ended}, timeout=ASK_EVERY_S)
+                return
+        if not self._ended.done():
+            self._ended.set_result(f"did not serve within {STARTUP_TIMEOUT_S:.0f} s")
+
+    async def _until_ended(self, session: aiohttp.ClientSession) -> str:
+        """Return why it serves no more; time counts only while its host can be reached."""
+        loop = asyncio.get_running_loop()
+        heard_at = loop.time()
+        while not self._ended.done():
+            if self._slot.node in self._cluster.lost or await _is_well(session):
+                heard_at = loop.time()
+            elif loop.time() - heard_at > SILENT_S:
+                return f"has not answered for {loop.time() - heard_at:.0f} s"
+            self._save(self._row(""))
+            await asyncio.wait({self._ended}, timeout=CHECK_EVERY_S)
+        return self._ended.result()
+
+    def _become(self, state: ReplicaState, detail: str = "") -> None:
+        self._state, self._since = state, self._cluster.clock()
+        self._save(self._row(detail))
+
+    def _row(self, detail: str) -> SlotRecord:
+        busy_s, serving_s = self._seconds.told()
+        return SlotRecord(
+            slot=self._slot.id,
+            node=self._slot.node,
+            gpus_json=json.dumps(self._slot.gpus),
+            pool=POOL,
+            role="idle" if self._state is ReplicaState.IDLE else "model",
+            state=self._state,
+            since=self._since,
+            incarnation=self._lives,
+            bucket=self.model,
+            version=None,
+            verified=False,
+            running=self.running,
+            waiting=0,
+            busy_s=busy_s,
+            serving_s=serving_s,
+            restarts=max(0, self._lives - 1),
+            detail=detail,
+        )
+
+
+class _Seconds:
+    """How long a server has served, and how long of that with a request at least."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._at: float | None = None
+        self._is_busy = False
+        self._busy_s = self._serving_s = 0.0
+
+    def start(self) -> None:
+        self._at = self._clock()
+
+    def stop(self) -> None:
+        self._add()
+        self._at = None
+
+    def count(self, running: int) -> None:
+        """Take in how many requests there are from now on."""
+        self._add()
+        self._is_busy = running > 0
+
+    def told(self) -> tuple[float, float]:
+        """Seconds with a request, and in all."""
+        self._add()
+        return self._busy_s, self._serving_s
+
+    def _add(self) -> None:
+        if self._at is None:
+            return
+        now = self._clock()
+        self._serving_s += now - self._at
+        self._busy_s += (now - self._at) * self._is_busy
+        self._at = now
+
+
+async def _is_well(session: aiohttp.ClientSession) -> bool:
+    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    try:
+        async with session.get(_HEALTH, timeout=timeout) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, OSError, TimeoutError):
+        return False

@@ -1,0 +1,344 @@
+"""Servers of frozen models that die, hang or lose their host, and what whoever asks sees of it.
+
+The hosts and vLLM are stood for by sockets of this process; ``test_frozen_models`` of the
+integration tests has real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from libra_cli.config.errors import HostError, ProcessError
+from libra_cli.config.frozen_models import ModelsAddress
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.cluster.restarts import RestartBudget
+from libra_cli.core.frozen.slots import frozen_slots
+from libra_cli.core.launch.process import HostFacts, ProcessSpec
+from libra_cli.core.records import Record, SlotRecord
+from libra_cli.runtime.frozen import server as module
+from libra_cli.runtime.frozen.models import FrozenModels
+from libra_cli.runtime.hosts.agent_messages import Exited, LeaseExpired
+from libra_cli.runtime.hosts.transport import Endpoint
+
+DEADLINE_S = 10.0
+RECIPE = Recipe.model_validate(
+    {
+        "nodes": [{"host": "a", "slots": 4, "pool": ["rollout", "train", "models", "models"]}],
+        "model": {"path": "/policy"},
+        "environment": {"args": {"judge": {"served": "judge"}}},
+        "models": [{"name": "judge", "path": "/judge", "slots": 2}],
+    }
+)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what nothing tells of; the scene has a deadline."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+
+
+class Hosts:
+    """Stands for the cluster: a process is a server on a socket of this process."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.facts = {"a": HostFacts("a", "python", "/w", "/r", "/v", "a", tmp_dir=str(directory))}
+        self.hosts = {"a": SimpleNamespace(expand=lambda path: path)}
+        self.lost: set[str] = set()
+        self.refuses = ""
+        self.dies_at_once = False
+        self.models: FrozenModels
+        self.started: list[str] = []
+        self.running: dict[str, web.AppRunner] = {}
+        self.asked: list[str] = []
+        self.held: asyncio.Event | None = None
+        """Answers wait for it."""
+        self.is_well = True
+        self._clock = itertools.count()
+
+    def clock(self) -> float:
+        return float(next(self._clock))
+
+    async def until_reached(self, node: str) -> None:
+        await until(lambda: node not in self.lost)
+
+    async def start(self, spec: ProcessSpec) -> None:
+        if self.refuses:
+            raise HostError(self.refuses)
+        self.started.append(spec.process)
+        if self.dies_at_once:
+            self.tell_exit(spec.process)
+            return
+        app = web.Application()
+        app.router.add_get("/health", self._health)
+        app.router.add_post("/v1/{path:.*}", partial(self._answer, spec.process))
+        runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await runner.setup()
+        await web.UnixSite(runner, self._path(spec.process)).start()
+        self.running[spec.process] = runner
+
+    async def dial(self, spec: ProcessSpec) -> Endpoint:
+        return Endpoint(self._path(spec.process))
+
+    async def stop(self, node: str, process: str) -> None:
+        if (runner := self.running.pop(process, None)) is not None:
+            await runner.cleanup()
+
+    async def kill(self, process: str) -> None:
+        """End a process with its connections, and tell so."""
+        runner = self.running[process]
+        assert runner.server is not None
+        for connection in list(runner.server.connections):
+            assert connection.transport is not None
+            connection.transport.abort()
+        await self.stop("a", process)
+        self.tell_exit(process)
+
+    def tell_exit(self, process: str) -> None:
+        self.models.happened(Exited("a", process, 7, 1, "ValueError: no room", requested=False))
+
+    async def close(self) -> None:
+        for process in list(self.running):
+            await self.stop("a", process)
+
+    def _path(self, process: str) -> str:
+        return str(self._directory / f"{process}.sock")
+
+    async def _health(self, http: web.Request) -> web.Response:
+        return web.Response(status=200 if self.is_well else 500)
+
+    async def _answer(self, process: str, http: web.Request) -> web.StreamResponse:
+        self.asked.append(process)
+        body = json.loads(await http.read())
+        if self.held is not None:
+            await self.held.wait()
+        if not body.get("stream"):
+            told = {"by": process, "path": http.path, **body}
+            return web.json_response(told, status=body.get("status", 200))
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+        for part in (b"data: 1\n\n", b"data: 2\n\n"):
+            await response.write(part)
+        return response
+
+
+class Scene:
+    """A run's frozen models, as whoever asks them sees them."""
+
+    def __init__(self, hosts: Hosts, address: ModelsAddress, rows: list[SlotRecord]) -> None:
+        self.hosts = hosts
+        self.url = address.url
+        self.token = address.token.get_secret_value()
+        self.rows = rows
+        self._looked: dict[str, int] = {}
+
+    async def ask(self, path: str = "judge/v1/chat/completions", **body: Any) -> tuple[int, Any]:
+        headers = {"Authorization": f"Bearer {body.pop('token', self.token)}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/{path}", json=body, headers=headers) as answer,
+        ):
+            text = await answer.text()
+            return answer.status, json.loads(text) if text[:1] == "{" else text
+
+    async def until(self, slot: str, state: str) -> SlotRecord:
+        """The slot's next row in that state, after those that were looked at before."""
+        while True:
+            for number in range(self._looked.get(slot, 0), len(self.rows)):
+                row = self.rows[number]
+                if (row.slot, row.state) == (slot, state):
+                    self._looked[slot] = number + 1
+                    return row
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Run a scene of a run's frozen models, which ``adopts`` or begins them."""
+    monkeypatch.setattr(module, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "CHECK_EVERY_S", 0.01)
+    monkeypatch.setattr(module, "SILENT_S", 0.05)
+
+    def run(
+        scene: Any, hosts: Hosts | None = None, *, adopts: bool = False
+    ) -> tuple[Any, list[SlotRecord]]:
+        rows: list[SlotRecord] = []
+
+        def save(record: Record) -> None:
+            assert isinstance(record, SlotRecord)
+            rows.append(record)
+
+        async def main() -> Any:
+            there: Any = hosts or Hosts(tmp_path)
+            slots = frozen_slots(RECIPE.models, RECIPE.nodes)
+            there.models = FrozenModels(slots, there, save)
+            async with AsyncExitStack() as stack:
+                stack.push_async_callback(there.close)
+                address = await stack.enter_async_context(there.models.opened(adopts=adopts))
+                found: Coroutine[Any, Any, Any] = scene(Scene(there, address, rows))
+                return await found
+
+        return asyncio.run(asyncio.wait_for(main(), DEADLINE_S)), rows
+
+    return run
+
+
+def test_requests_go_to_whoever_has_the_least_to_do(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        run.hosts.held = asyncio.Event()
+        asked = [asyncio.create_task(run.ask(n=number)) for number in range(4)]
+        await until(lambda: len(run.hosts.asked) == 4)
+        assert sorted(run.hosts.asked) == ["model-2", "model-2", "model-3", "model-3"]
+        row = await run.until("a/2", "serving")
+        assert (row.role, row.pool, row.bucket) == ("model", "models", "judge")
+        run.hosts.held.set()
+        for number, (status, told) in enumerate(await asyncio.gather(*asked)):
+            assert (status, told["n"]) == (200, number)
+            assert told["path"] == "/v1/chat/completions"
+
+    _, rows = play(scene)
+    assert [row.state for row in rows[-2:]] == ["idle", "idle"]
+    assert all(row.restarts == 0 for row in rows)
+    assert 0 < rows[-1].busy_s < rows[-1].serving_s
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "status", "said"),
+    [
+        ("judge/v1/completions", "another", 401, "another key"),
+        ("nobody/v1/completions", None, 404, "the run serves no model 'nobody', but judge"),
+    ],
+)
+def test_nobody_is_answered_without_the_key_or_by_another_model(
+    play: Any, path: str, token: str | None, status: int, said: str
+) -> None:
+    async def scene(run: Scene) -> None:
+        told = await run.ask(path, **({"token": token} if token else {}))
+        assert told == (status, {"error": {"message": said}})
+        assert run.hosts.asked == []
+
+    play(scene)
+
+
+def test_what_a_server_refuses_is_handed_back_as_it_is(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        status, told = await run.ask(status=422)
+        assert (status, told["status"]) == (422, 422)
+
+    play(scene)
+
+
+def test_an_answer_in_parts_comes_in_parts(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        assert await run.ask(stream=True) == (200, "data: 1\n\ndata: 2\n\n")
+
+    play(scene)
+
+
+def test_what_a_dead_server_had_not_answered_is_asked_again(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        run.hosts.held = asyncio.Event()
+        asked = asyncio.create_task(run.ask())
+        await until(lambda: bool(run.hosts.asked))
+        (first,) = run.hosts.asked
+        await run.hosts.kill(first)
+        slot = f"a/{first[-1]}"
+        assert (await run.until(slot, "failed")).detail.startswith(
+            "ended with exit code 1: ValueError: no room; started again in 0 s"
+        )
+        run.hosts.held.set()
+        assert (await asked)[0] == 200
+        assert len(run.hosts.asked) == 2
+        assert (await run.until(slot, "serving")).restarts == 1
+
+    play(scene)
+
+
+def test_requests_wait_while_no_server_is_there(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        run.hosts.refuses = "the disk is full"
+        for process in ("model-2", "model-3"):
+            await run.hosts.kill(process)
+        row = await run.until("a/2", "failed")
+        asked = asyncio.create_task(run.ask())
+        await asyncio.sleep(0.1)
+        assert not asked.done()
+        assert "started again in" in row.detail
+        run.hosts.refuses = ""
+        assert (await asked)[0] == 200
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RestartBudget, "wait_s", lambda budget: 0.05)
+        play(scene)
+
+
+def test_a_server_that_never_served_ends_the_run_with_its_own_words(
+    play: Any, tmp_path: Path
+) -> None:
+    async def scene(run: Scene) -> None:
+        pytest.fail("the run began")
+
+    hosts = Hosts(tmp_path)
+    hosts.dies_at_once = True
+    with pytest.raises(
+        ProcessError, match=r"model judge: its server on a/[23] ended .* no room"
+    ) as caught:
+        play(scene, hosts)
+    assert caught.value.hint in ("libra logs a model-2", "libra logs a model-3")
+
+
+def test_a_run_that_is_taken_over_waits_for_none_before_it_goes_on(
+    play: Any, tmp_path: Path
+) -> None:
+    hosts = Hosts(tmp_path)
+    hosts.lost = {"a"}
+
+    async def scene(run: Scene) -> None:
+        asked = asyncio.create_task(run.ask())
+        await asyncio.sleep(0.05)
+        assert not run.hosts.started
+        run.hosts.lost.clear()
+        assert (await asked)[0] == 200
+
+    play(scene, hosts, adopts=True)
+
+
+def test_one_that_goes_with_its_host_is_started_once_that_is_back(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        run.hosts.lost.add("a")
+        run.hosts.models.happened(LeaseExpired("a", "its lease was over"))
+        row = await run.until("a/2", "failed")
+        assert "went with its host: its lease was over" in row.detail
+        run.hosts.lost.clear()
+        assert (await run.until("a/2", "serving")).restarts == 1
+
+    play(scene)
+
+
+def test_one_that_answers_nothing_is_replaced_but_not_while_its_host_is_away(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        run.hosts.lost.add("a")
+        run.hosts.is_well = False
+        await asyncio.sleep(0.2)
+        assert run.rows[-1].state == "serving"
+        run.hosts.lost.clear()
+        row = await run.until("a/3", "failed")
+        assert row.detail.startswith("has not answered for 0 s")
+        run.hosts.is_well = True
+        await run.until("a/3", "serving")
+
+    play(scene)
