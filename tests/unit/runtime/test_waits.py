@@ -57,6 +57,7 @@ ALLOWED: dict[str, str] = {
     "node/processes/supervisor.py:_reap": "of a process that has exited",
     "node/processes/supervisor.py:stop": "of a process that was verified to be gone",
     "runtime/agents/episodes.py:_next": "it begins when another play ends, each within its own",
+    "runtime/agents/episodes.py:start": "it begins when another play ends, each within its own",
     "runtime/agents/play.py:_turn": "the machine answers every turn or fails it",
     "runtime/agents/runners.py": "AgentEpisodes._next gives the agent up, which kills it",
     "runtime/agents/server.py:answer": "results of futures that are done",

@@ -33,8 +33,10 @@ from libra_cli.runtime.hosts.exits import how_it_ended
                 "  Value error, max_model_len (9) is greater than 8\n"
                 "    For further information visit https://errors.pydantic.dev\n"
             ),
-            "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig "
-            "Value error, max_model_len (9) is greater than 8",
+            (
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig "
+                "Value error, max_model_len (9) is greater than 8"
+            ),
         ),
     ],
 )

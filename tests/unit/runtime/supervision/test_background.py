@@ -61,6 +61,7 @@ LOOKED_AT = {
     "agents/runners.py": "awaited where it is made",
     "agents/server.py": "awaited where it is made, and looked at when the client has gone",
     "driver.py": "catches everything and ends in an event",
+    "episodes/places.py": "gathered where they are made",
     "episodes/calls.py": "awaited where it is made, and looked at when it was abandoned",
     "evaluation/standalone.py": "of a task group, which raises what they raise",
     "hosts/agent_connection.py": "awaited where they are made",
