@@ -20,8 +20,8 @@ from pydantic import SecretStr
 
 from libra_cli.config.frozen_models import ModelsAddress
 from libra_cli.runtime.frozen.server import FrozenServer
+from libra_cli.runtime.processes.loopback import LoopbackServer
 
-LOOPBACK = "127.0.0.1"
 MAX_BODY_BYTES = 64 * 1024**2
 _PASSED_ON = ("Content-Type", "Retry-After")
 _NO_LIMIT = aiohttp.ClientTimeout(total=None)
@@ -36,23 +36,19 @@ class ModelsEndpoint:
         self._servers = servers
         self._changed = changed
         self._token = secrets.token_urlsafe(32)
-        self._http: web.AppRunner | None = None
+        self._http: LoopbackServer | None = None
 
     async def start(self) -> ModelsAddress:
         """Listen on a free port of loopback; returns where."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{model}/{path:.*}", self._handle)
-        self._http = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
-        )
-        await self._http.setup()
-        await web.TCPSite(self._http, LOOPBACK, 0).start()
-        port = self._http.addresses[0][1]
-        return ModelsAddress(f"http://{LOOPBACK}:{port}", SecretStr(self._token))
+        self._http = LoopbackServer(app, handler_cancellation=True, shutdown_timeout=1.0)
+        await self._http.start()
+        return ModelsAddress(self._http.url, SecretStr(self._token))
 
     async def close(self) -> None:
         if self._http is not None:
-            await self._http.cleanup()
+            await self._http.close()
 
     async def _handle(self, http: web.Request) -> web.StreamResponse:
         given = http.headers.get("Authorization", "").removeprefix("Bearer ")
