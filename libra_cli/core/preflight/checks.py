@@ -51,6 +51,7 @@ CHECKS = (
     Check("sandboxes", True, host_checks.sandboxes),
     Check("clock", True, host_checks.clock),
     Check("model", True, model_checks.model),
+    Check("frozen models", True, model_checks.frozen_models),
     Check("family", True, model_checks.family),
     Check("names", True, model_checks.names),
     Check("shape", True, model_checks.shape),

@@ -8,6 +8,7 @@ from typing import Any
 
 from libra_cli.core.costs.mixtures import experts_of, refused_routes
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
+from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.families import refused_family
 from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
@@ -35,13 +36,31 @@ def model(case: PreflightCase) -> Iterator[Finding]:
         yield Finding("model", ALL, "fine", told)
         return
     for node, facts in case.looked():
-        if path not in facts.paths:
+        if path not in facts.paths and node in case.recipe.planned_nodes:
             yield _missing(case, node.name, path)
     yield from _different(case, path)
     reference = case.model
     if reference is not None:
         count, size = len(reference.files), reference.weight_bytes / 1e9
         yield Finding("model", ALL, "fine", f"{count} files, {size:.2f} GB of weights, equal")
+
+
+def frozen_models(case: PreflightCase) -> Iterator[Finding]:
+    """The directories of frozen models are on the hosts that serve them."""
+    slots = frozen_slots(case.recipe.models, case.recipe.nodes)
+    facts = {node.name: facts for node, facts in case.looked()}
+    for host, name, path in sorted({(s.node.name, s.model.name, s.model.path) for s in slots}):
+        if host in facts and path not in facts[host].paths:
+            yield Finding(
+                "frozen models",
+                host,
+                "stops",
+                f"there is no {path}",
+                f"the server of model {name} loads it from the host's own disk",
+                Remedy("host", f"hf download OWNER/NAME --local-dir {path}"),
+            )
+    count = len(slots)
+    yield Finding("frozen models", ALL, "fine", f"{count} servers find their models")
 
 
 def _missing(case: PreflightCase, host: str, path: str) -> Finding:

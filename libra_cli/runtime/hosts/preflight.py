@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from libra_cli.config.errors import HostError
 from libra_cli.config.recipe import NodeSpec, Recipe
+from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.preflight.case import all_packages
 from libra_cli.core.preflight.host_report import HostReport
 from libra_cli.runtime.hosts.host import Host
@@ -20,11 +21,12 @@ async def look(host: Host, recipe: Recipe, node: NodeSpec) -> HostReport:
     head = speculative.model if speculative is not None else None
     others = () if node.only_plays else recipe.slot_nodes  # who plays talks to the controller only
     peers = [other.reach for other in others if other.name != node.name]
+    frozen = [one.model.path for one in frozen_slots(recipe.models, recipe.nodes)]
     asked_at = time.time()
     facts = await host.facts(
         peers,
         packages=all_packages(recipe),
-        paths=[one for one in (path, head) if one is not None],
+        paths=[one for one in (path, head, *frozen) if one is not None],
         devices=node.gpu_ids,
         sandbox=node.name in recipe.sandbox_nodes,
     )

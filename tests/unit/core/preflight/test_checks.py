@@ -733,6 +733,22 @@ def test_a_model_that_is_not_there_is_named():
     assert "/models/m" in only(case(replace(FIRST, paths=())), "model").what
 
 
+def test_a_frozen_model_that_is_not_on_its_host_is_named_there():
+    nodes = [
+        {"host": "gpu-01", "gpus": 2, "pool": ["rollout", "models"], "slots": 2},
+        {"host": "gpu-02", "gpus": 2, "pool": "train", "slots": 2},
+    ]
+    of = recipe(
+        nodes=nodes,
+        models=[{"name": "judge", "path": "/models/judge"}],
+        environment={"name": "m:E", "args": {"judge": {"served": "judge"}}},
+    )
+    found = only(case(FIRST, of=of), "frozen models")
+    assert (found.host, found.what) == ("gpu-01", "there is no /models/judge")
+    there = replace(FIRST, paths=(*FIRST.paths, "/models/judge"))
+    assert [one for one in wrong(case(there, of=of)) if one.check == "frozen models"] == []
+
+
 def shaped(degree: int, gpus: int = 8, **config: Any) -> list[Finding]:
     nodes = [
         {"host": "gpu-01", "gpus": gpus, "pool": "rollout", "slots": gpus // degree},
