@@ -31,6 +31,36 @@ class WorkersSpec(Section):
     """The number of processes that work at the same time, on each node."""
     nodes: Annotated[tuple[str, ...], one_or_several] = ()
     """The nodes whose Python runs the environment, by name. None: on the controller."""
+    episodes: Positive | Literal["auto"] | dict[str, Positive] | None = None
+    """The most episodes at once on each node, with their processes and sandboxes; a mapping has
+    them by node. auto: as many as fit its free memory, if each fills its sandbox. Null: no limit.
+    """
+
+    def most_on(self, node: str) -> int | None:
+        """The most episodes at once on a node, or with "" on the controller; None: no limit."""
+        if isinstance(self.episodes, dict):
+            return self.episodes.get(node)
+        return self.episodes if isinstance(self.episodes, int) else None
+
+    @property
+    def most_episodes(self) -> int | None:
+        """The most episodes at once everywhere; None: no limit, or one that hosts will tell."""
+        found = [self.most_on(node) for node in self.nodes or ("",)]
+        known = [number for number in found if number is not None]
+        return sum(known) if len(known) == len(found) else None
+
+    def problems(self) -> Iterator[Problem]:
+        """Yield hosts without a limit, where others have one of their own."""
+        if isinstance(self.episodes, dict) and set(self.episodes) != set(self.nodes):
+            told = ", ".join(sorted(set(self.episodes) ^ set(self.nodes)))
+            yield Problem(
+                ("episodes", "nodes"), f"name different hosts ({told}): give a number for each"
+            )
+        if self.episodes == "auto" and not self.nodes:
+            yield Problem(
+                ("episodes", "nodes"),
+                "is auto, which goes by what hosts tell: name nodes, or give a number",
+            )
 
 
 class TaskSourceSpec(Section):
@@ -132,7 +162,13 @@ class EnvironmentSpec(Section):
     """NAME: ${VARIABLE} of the controller's environment; the factory gets them as ``secrets``."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield a time of commands that the call would not wait for."""
+        """Yield a time of commands that the call would not wait for, and places by no limits."""
+        auto = self.workers is not None and self.workers.episodes == "auto"
+        if auto and (self.sandbox is None or self.sandbox.backend == "none"):
+            yield Problem(
+                ("workers.episodes", "sandbox"),
+                "is auto, which goes by what sandbox.limits allow: give sandbox, or a number",
+            )
         if self.sandbox is None:
             return
         seconds = self.sandbox.limits.time_s

@@ -9,7 +9,7 @@ as ``gpu-[01-06]``. A ``Recipe`` that exists keeps all rules between fields (``c
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -593,19 +593,17 @@ class Recipe(Section):
 
     def served_at(self, address: ModelsAddress) -> Recipe:
         """Return a copy with the endpoint's URLs and key wherever it names a model of its own."""
-        own = [
-            one.model_copy(
-                update={"environment": one.environment and environment_at(one.environment, address)}
-            )
+        there = self.with_environments(lambda one: environment_at(one, address))
+        return there.model_copy(update={"teacher": self.teacher and self.teacher.at(address)})
+
+    def with_environments(self, changed: Callable[[EnvironmentSpec], EnvironmentSpec]) -> Recipe:
+        """Return the recipe with every environment changed, those of evaluations too."""
+        evaluation = tuple(
+            one.model_copy(update={"environment": one.environment and changed(one.environment)})
             for one in self.evaluation
-        ]
-        return self.model_copy(
-            update={
-                "environment": tuple(environment_at(one, address) for one in self.environment),
-                "evaluation": tuple(own),
-                "teacher": self.teacher and self.teacher.at(address),
-            }
         )
+        environment = tuple(map(changed, self.environment))
+        return self.model_copy(update={"environment": environment, "evaluation": evaluation})
 
     @property
     def playing_nodes(self) -> frozenset[str]:

@@ -209,6 +209,13 @@ class EpisodeStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class PlacesCounted:
+    """Hosts have told how many episodes they hold at once; None: as many as are wanted."""
+
+    number: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class DemonstrationRead:
     """A conversation to imitate is there, whole. ``loss_mask`` is 1 on the ``turns`` turns of the
     assistant, 0 on everything else.
@@ -510,7 +517,7 @@ class StopRequested:
     reason: str
 
 
-RunEvent: TypeAlias = RunStarted | TimerFired | StopRequested
+RunEvent: TypeAlias = RunStarted | PlacesCounted | TimerFired | StopRequested
 NodeEvent: TypeAlias = NodeLost | NodeBack | NodeGone
 RolloutEvent: TypeAlias = (
     TurnGenerated

@@ -66,15 +66,24 @@ def _places_of(spec: EnvironmentSpec) -> Places:
 
 
 def environment_bottleneck(
-    time: TrajectoryTime, *, training_idle: float | None, places: Places
+    time: TrajectoryTime, *, training_idle: float | None, places: Places, full: float = 0.0
 ) -> str:
     """Say that environments hold up the run, with numbers and what to do; empty if they do not.
 
     They do where training waits (``training_idle`` is the share of its time) and trajectories are
-    in their environments, or wait to be, for most of their time.
+    in their environments, or wait to be, for most of theirs; or hosts held as many as they may for
+    most of the time (the share ``full``), and further ones would have begun.
     """
     apart = time.waiting_s + time.environment_s
-    if not training_idle or training_idle <= STARVED or time.share(apart) <= MOST:
+    if not training_idle or training_idle <= STARVED:
+        return ""
+    if full > MOST:
+        return (
+            f"environments are the bottleneck: for {full:.0%} of the time their hosts held as many "
+            f"episodes as they may, and training waits for {training_idle:.0%}; raise "
+            f"environment.workers.episodes if their memory allows it, or {_host(places)}"
+        )
+    if time.share(apart) <= MOST:
         return ""
     waits, plays = time.share(time.waiting_s), time.share(time.environment_s)
     found = (

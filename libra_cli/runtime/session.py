@@ -23,6 +23,7 @@ from libra_cli.core import events
 from libra_cli.core.actions import End
 from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.launch.placement import initial_plan, slots_of
+from libra_cli.core.preflight.episode_places import most_episodes
 from libra_cli.core.records import Record, RunRecord
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.run.state import RunIdentity
@@ -148,7 +149,17 @@ class Session:
             if checkpoint is not None:
                 resume = await checkpoint.resume(self._cluster.hosts, self._records.note)
             machine = new_machine(self._recipe, begun_with, self._identity, resume)
-            return await self._drive(machine, RunMemory(), source, _with_run_started)
+            return await self._drive(machine, RunMemory(), source, self._start_run)
+
+    @property
+    def _places_counted(self) -> events.PlacesCounted:
+        return events.PlacesCounted(most_episodes(self._with_places.environment))
+
+    async def _start_run(self, performer: Performer) -> Sequence[events.Event]:
+        return [
+            self._places_counted,
+            events.RunStarted(),
+        ]
 
     @property
     def _identity(self) -> RunIdentity:
@@ -184,9 +195,14 @@ class Session:
         self._attaching = False
         self._records.journal.event(self._clock(), ADOPTED, {})
         self._records.note(adoption.told)
-        return first
+        return [self._places_counted, *first]
 
     # -- the machine at work --------------------------------------------------------------------
+
+    @property
+    def _with_places(self) -> Recipe:
+        """The recipe, with as many episodes as the hosts have told that they hold."""
+        return self._recipe.with_environments(self._cluster.that_play.counted)
 
     @asynccontextmanager
     async def _source(self, *, adopts: bool = False) -> AsyncIterator[TrajectorySource]:
@@ -195,7 +211,7 @@ class Session:
         async with (
             self._models.opened(adopts=adopts) as address,
             open_source(
-                self._recipe.served_at(address),
+                self._with_places.served_at(address),
                 self._run_dir,
                 open_on=self._cluster.open_stream,
                 note=self._records.note,
@@ -298,7 +314,3 @@ class Session:
             return
         for line in await self._cluster.close():
             note(f"not proved gone: {line}")
-
-
-async def _with_run_started(performer: Performer) -> Sequence[events.Event]:
-    return [events.RunStarted()]

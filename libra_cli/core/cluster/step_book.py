@@ -88,6 +88,7 @@ class StepBook:
         played, bound = self._ledger.take_lengths(), self._ledger.rule.bound
         samples = batch.samples(batch.groups, held)
         metrics = batch_metrics(batch.groups, held.step, bound, played)
-        metrics = {**metrics, **batch.metrics(samples, held.step)}
+        metrics |= self._ledger.places.take_metrics(now=now)
+        metrics |= batch.metrics(samples, held.step)
         named = self._ledger.named(batch.groups)
         return batch.complete(step_record(event, samples, times, metrics, named))

@@ -30,6 +30,10 @@ and with oversampling::
     surplus_tokens               generated tokens of trajectories that were stopped, without those
                                  of the turn that each was in
 
+with hosts that hold so many episodes, since the step before::
+
+    places_full_s                seconds in which a group would have begun, had it had places there
+
 and with a curriculum::
 
     tasks_played                 of its pool, at least once

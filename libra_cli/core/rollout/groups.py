@@ -32,6 +32,7 @@ from typing import Any
 
 from libra_cli.core.advantages.protocol import ComparedGroup
 from libra_cli.core.lifecycle import follow
+from libra_cli.core.rollout.places import EpisodePlaces
 from libra_cli.core.rollout.staleness import StalenessRule
 from libra_cli.core.sampling.curriculum import Curriculum
 from libra_cli.core.sampling.dynamic import FilteredGroups
@@ -204,6 +205,8 @@ class GroupLedger:
     playing: int = 0
     #: Those of them that are in rests.
     _playing_late: int = 0
+    #: Where they are played.
+    places: EpisodePlaces = field(default_factory=EpisodePlaces)
     #: Generated tokens of each trajectory that has ended since ``take_lengths``.
     _lengths: list[Tokens] = field(default_factory=list)
     #: Generated tokens of surplus members, in turns that came back, since ``take_sampling``.

@@ -239,14 +239,26 @@ class Trajectories:
     # -- opening and placing --------------------------------------------------------------------
 
     def fill(self, *, version: Version, now: Seconds) -> list[Result]:
-        """Open groups while the staleness bound and the servers' seats allow it."""
+        """Open groups while the staleness bound, servers' seats and places of episodes allow it.
+
+        What would wait for a place has not begun.
+        """
         actions: list[Result] = []
-        while self._ledger.may_open and (not self.needs_seats or self._has_seats()):
+        while self._may_begin(now):
             group = self._ledger.open(version=version, now=now)
             actions += map(Save, group_records(group, now))
             for trajectory in group.members:
                 actions += self._begin(trajectory, group.task)
         return actions
+
+    def _may_begin(self, now: Seconds) -> bool:
+        """Whether one more group can be opened."""
+        places = self._ledger.places
+        if not self._ledger.may_open or (self.needs_seats and not self._has_seats()):
+            places.nobody_asks(now=now)
+            return False
+        playing = len(self.active) - self._with_teacher
+        return places.allow(playing, self._ledger.members_started, now=now)
 
     def _has_seats(self) -> bool:
         """Whether one more group can be played, beside those in play or alone."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from libra_cli.core.actions import Wake
 from libra_cli.core.cluster.trainer_life import TrainerState
-from libra_cli.core.events import RunStarted, StopRequested
+from libra_cli.core.events import PlacesCounted, RunStarted, StopRequested
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.notices import Result
 from libra_cli.core.rollout.active import Stage
@@ -30,17 +30,22 @@ RESUME = "then: libra run RECIPE --resume RUN_DIR"
 class RunCourse:
     """The beginning and the end of a run."""
 
-    events: ClassVar[Any] = RunStarted | StopRequested
+    events: ClassVar[Any] = RunStarted | PlacesCounted | StopRequested
 
     def __init__(self, parts: RunParts, explanation: Explanation | None) -> None:
         self._parts = parts
         self._explanation = explanation
         self._drains_since: Seconds = 0.0
 
-    def handle(self, event: RunStarted | StopRequested, *, now: Seconds) -> Iterator[Result]:
-        """Begin the run once hosts are connected, or end it because that was asked for."""
+    def handle(
+        self, event: RunStarted | PlacesCounted | StopRequested, *, now: Seconds
+    ) -> Iterator[Result]:
+        """Begin the run once hosts are connected, learn what they hold, or end it on request."""
         if isinstance(event, RunStarted):
             return self._begin(now)
+        if isinstance(event, PlacesCounted):
+            self._parts.ledger.places.number = event.number
+            return iter(())
         return self._stop_requested(event, now)
 
     def _begin(self, now: Seconds) -> Iterator[Result]:

@@ -22,6 +22,8 @@ class PlayingPart:
     environment_s: float | None
     queue_s: float | None
     decode_s: float | None
+    full: float | None
+    """Share of the time in which a group would have begun, had hosts held more episodes."""
     bottleneck: str
     """A sentence that says that training waits for environments; empty if it does not."""
 
@@ -37,21 +39,31 @@ def playing(reader: Reader, steps: Sequence[StepRecord], idle: IdlePart) -> Play
     """Return the means; all are None where no trajectory was played, or an older libra wrote."""
     recent = steps[-RECENT:]
     since = recent[0].started_at - recent[0].waited_s if recent else 0.0
-    time = reader.trajectory_time(since)
+    time, full = reader.trajectory_time(since), _full(recent)
     if time is None:
-        return PlayingPart(0, None, None, None, None, "")
+        return PlayingPart(0, None, None, None, None, full, "")
     try:
         recipe = recipe_of(reader.run_dir)
     except StateError:
         bottleneck = ""
     else:
         places = places_of(recipe.environment, recipe.agent)
-        bottleneck = environment_bottleneck(time, training_idle=idle.recent_training, places=places)
+        bottleneck = environment_bottleneck(
+            time, training_idle=idle.recent_training, places=places, full=full or 0.0
+        )
     return PlayingPart(
         time.trajectories,
         time.waiting_s,
         time.environment_s,
         time.queue_s,
         time.decode_s,
+        full,
         bottleneck,
     )
+
+
+def _full(steps: Sequence[StepRecord]) -> float | None:
+    known = [(step.batch.get("places_full_s"), step.period_s) for step in steps]
+    counted = [(full_s, period_s) for full_s, period_s in known if full_s is not None]
+    total = sum(period_s for _, period_s in counted)
+    return sum(full_s for full_s, _ in counted) / total if total else None

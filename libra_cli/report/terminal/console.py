@@ -330,6 +330,8 @@ def _fact_playing(facts: Table, summary: RunSummary) -> None:
         )
         shares = [f"{percent((seconds or 0.0) / total)} {what}" for what, seconds in parts]
         fact(facts, "a trajectory", f"{total:,.3g} s: {', '.join(shares)}")
+    if told.full:
+        fact(facts, "places", f"taken for {percent(told.full)} of the time, and others waited")
     if told.bottleneck:
         fact(facts, "bottleneck", Text(told.bottleneck, style="bold"))
 

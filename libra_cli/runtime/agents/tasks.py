@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli.config.errors import EnvironmentBroken
@@ -23,7 +23,7 @@ from libra_cli.runtime.tasks.weighted_turns import Mixture
 class _AgentTask:
     source: EnvironmentSource
     environment: EpisodeEnvironment
-    line: CallLine = field(default_factory=CallLine)
+    line: CallLine
 
 
 class AgentTasks:
@@ -99,8 +99,9 @@ class AgentTasks:
         seed: int,
     ) -> Opening:
         row = source.task(index, task_seed)
-        environment = await source.begin()
-        task = self._tasks[trajectory] = _AgentTask(source, environment)
+        line = CallLine()
+        environment = await source.begin(line)
+        task = self._tasks[trajectory] = _AgentTask(source, environment, line)
         opening = await source.run(
             task.line, "reset", lambda: environment.reset(row, index, task_seed, seed)
         )

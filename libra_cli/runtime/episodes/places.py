@@ -167,7 +167,8 @@ class EnvironmentSource:
                 sandbox_of(spec),
                 own_tasks=self._tasks is None,
             )
-            self._home = EnvironmentWorkers(hello, workers.nodes, open_on)
+            most = {node: workers.most_on(node) for node in workers.nodes or ("",)}
+            self._home = EnvironmentWorkers(hello, workers.nodes, open_on, most)
 
     async def prepare(self, note: Callable[[str], None]) -> None:
         """Have made on every host what its episodes would else make first, and tell how far it is.
@@ -212,8 +213,8 @@ class EnvironmentSource:
         named = {json.dumps([row.get(key) for key in keys]) for row in self._tasks.every()}
         return [one for one in listed if json.dumps([one.get(key) for key in keys]) in named]
 
-    async def begin(self) -> EpisodeEnvironment:
-        """Return the environment of a new episode, which its ``reset`` makes.
+    async def begin(self, line: CallLine) -> EpisodeEnvironment:
+        """Return the environment of a new episode, which its ``reset`` makes, once it has a place.
 
         Raises:
             EnvironmentBroken: too many calls hang, or workers cannot import it.
@@ -223,7 +224,11 @@ class EnvironmentSource:
                 f"environment {self.name!r}: {self.calls.hung} calls hang and do not come back",
                 hint="find out which tool hangs; raise environment.tool_timeout_s if it is slow",
             )
-        return await self._home.begin()
+        asked = time.monotonic()
+        try:
+            return await self._home.begin()
+        finally:
+            line.waited_s += time.monotonic() - asked
 
     async def run(
         self, line: CallLine, where: str, call: Callable[[], Coroutine[Any, Any, T]]

@@ -93,7 +93,7 @@ class TurnResult:
 class _Episode:
     source: EnvironmentSource
     environment: EpisodeEnvironment
-    line: CallLine = field(default_factory=CallLine)
+    line: CallLine
     replies: bool = False
     speakers: Speakers = field(init=False)
     """Who speaks in it, once it has begun."""
@@ -212,8 +212,9 @@ class Episodes:
         task_seed: int,
         seed: int,
     ) -> array[int]:
-        environment, task = await source.begin(), source.task(index, task_seed)
-        episode = self._episodes[trajectory] = _Episode(source, environment)
+        line = CallLine()
+        environment, task = await source.begin(line), source.task(index, task_seed)
+        episode = self._episodes[trajectory] = _Episode(source, environment, line)
         try:
             opening = await episode.source.run(
                 episode.line, "reset", lambda: environment.reset(task, index, task_seed, seed)

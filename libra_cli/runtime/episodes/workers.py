@@ -3,7 +3,7 @@
 An environment's fork server is started with its first episode, on the controller or on each of the
 nodes that the recipe names, and anew if it has ended since. It is reached over its stdin and
 stdout, by pipes or by SSH, and ends when they do; its workers are its own, and end with it. A new
-episode goes where the fewest are.
+episode goes where the fewest are, among those that hold one more; where none does it waits.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ GRACE_S = 5.0
 """How long a closed environment may take to end; then its process is killed."""
 UNREACHABLE_S = 60.0
 """How long no node may be reached before an episode is given up."""
+LOOK_AGAIN_S = 5.0
+"""How long an episode waits for a place at most, until it looks for hosts that are back."""
 _LAST_WORDS = 2_000
 """Characters of what a fork server printed that are told if it ends."""
 _MODULE = "libra_cli.envs.workers.fork_server"
@@ -117,37 +119,72 @@ class WorkersHello:
 class EnvironmentWorkers:
     """The workers of one environment, on one machine or several."""
 
-    def __init__(self, hello: WorkersHello, nodes: Sequence[str], open_on: OpenOnNode) -> None:
-        """Play on these nodes, which ``open_on`` reaches, or without any on this machine."""
+    def __init__(
+        self,
+        hello: WorkersHello,
+        nodes: Sequence[str],
+        open_on: OpenOnNode,
+        most: Mapping[str, int | None],
+    ) -> None:
+        """Play on these nodes, which ``open_on`` reaches, or without any on this machine; ``most``
+        are the episodes that each of them holds, or with "" this one.
+        """
         self._name = hello.name
         self._hello = hello.pack()
         process = f"environment-{hello.name}"
-        places = [_Place(partial(open_on, node, process, _MODULE), node) for node in nodes]
-        self._places = places or [_Place(_open_here)]
+        places = [
+            _Place(partial(open_on, node, process, _MODULE), node, most[node]) for node in nodes
+        ]
+        self._places = places or [_Place(_open_here, most=most[""])]
+        self._left = asyncio.Event()
+        """Set when an episode has left its place."""
 
     async def begin(self) -> WorkerEnvironment:
-        """Return the environment of a new episode.
+        """Return the environment of a new episode, once there is a place for it.
 
         Raises:
             EnvironmentBroken: it cannot be imported or made, or nowhere is reached.
         """
         loop = asyncio.get_running_loop()
         give_up = loop.time() + UNREACHABLE_S
-        unreachable: HostError | None = None
         while True:
-            for place in sorted(self._places, key=lambda place: place.playing):
-                try:
-                    server = await self._server(place)
-                except HostError as error:
-                    unreachable = error
-                    continue
-                return WorkerEnvironment(server, server.begin())
-            if loop.time() >= give_up:
-                raise EnvironmentBroken(
-                    f"environment {self._name!r}: no node for its workers can be reached: "
-                    f"{unreachable}"
-                ) from unreachable
-            await asyncio.sleep(1.0)
+            try:
+                server = await self._with_room()
+            except HostError as error:
+                if loop.time() >= give_up:
+                    raise EnvironmentBroken(
+                        f"environment {self._name!r}: no node for its workers can be reached: "
+                        f"{error}"
+                    ) from error
+                await asyncio.sleep(1.0)
+                continue
+            if server is not None:
+                return self._begin_at(server)
+            self._left.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._left.wait(), LOOK_AGAIN_S)
+            give_up = loop.time() + UNREACHABLE_S
+
+    async def _with_room(self) -> ForkServerConnection | None:
+        """Return the fork server with the fewest episodes, of those that hold one more; None if no
+        one does. Raises HostError: none is reached.
+        """
+        unreachable: HostError | None = None
+        for place in sorted(self._places, key=lambda place: place.playing):
+            try:
+                server = await self._server(place)
+            except HostError as error:
+                unreachable = unreachable or error
+                continue
+            if place.has_room:
+                return server
+        full = any(not place.has_room for place in self._places)
+        if unreachable is not None and not full:
+            raise unreachable
+        return None
+
+    def _begin_at(self, server: ForkServerConnection) -> WorkerEnvironment:
+        return WorkerEnvironment(server, server.begin(), self._left.set)
 
     async def everywhere(self) -> Sequence[tuple[str, WorkerEnvironment]]:
         """Return an environment on each node that is reached, with the node's name.
@@ -159,7 +196,7 @@ class EnvironmentWorkers:
         for place in self._places:
             with contextlib.suppress(HostError):  # one that is lost has an error of its own
                 server = await self._server(place)
-                found.append((place.node, WorkerEnvironment(server, server.begin())))
+                found.append((place.node, self._begin_at(server)))
         return found
 
     async def close(self) -> None:
@@ -194,6 +231,8 @@ class _Place:
     open: Open
     node: str = ""
     """The name of the node; empty on the controller."""
+    most: int | None = None
+    """Number of episodes that it holds; None: as many as are wanted."""
     server: ForkServerConnection | None = None
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -201,6 +240,10 @@ class _Place:
     def playing(self) -> int:
         """Number of episodes that are played there."""
         return 0 if self.server is None else self.server.playing
+
+    @property
+    def has_room(self) -> bool:
+        return self.most is None or self.playing < self.most
 
 
 class ForkServerConnection:
@@ -335,9 +378,13 @@ def _rewards(found: Mapping[str, float]) -> dict[str, float]:
 class WorkerEnvironment:
     """The environment of one episode, in a process of its own."""
 
-    def __init__(self, server: ForkServerConnection, episode: int) -> None:
+    def __init__(
+        self, server: ForkServerConnection, episode: int, left: Callable[[], None]
+    ) -> None:
+        """``left`` is called once it needs its place no more."""
         self._server = server
         self._episode = episode
+        self._has_left = left
 
     async def preparations(self) -> Preparations:
         found = await self._call("preparations")
@@ -408,6 +455,7 @@ class WorkerEnvironment:
     def close(self, line: CallLine) -> None:
         """Close it and end its process, whatever it is doing."""
         self._server.close_episode(self._episode)
+        self._has_left()
 
     async def _call(self, member: str, *arguments: Any) -> dict[str, Any]:
         return await self._server.call(self._episode, member, *arguments)

@@ -104,7 +104,8 @@ class StandaloneEvaluation:
         return list(self._rows.values())
 
     def _players(self, renderer: Renderer) -> EpisodePlayer:
-        recipe, open_on = self._recipe, self._cluster.open_stream
+        recipe = self._recipe.with_environments(self._cluster.that_play.counted)
+        open_on = self._cluster.open_stream
         trained: EpisodePlayer
         if recipe.agent is not None:
             trained = AgentEpisodes(recipe, renderer, self._work, note=self._note, open_on=open_on)

@@ -29,6 +29,7 @@ from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.checks import examine
+from libra_cli.core.preflight.episode_places import HostsThatPlay
 from libra_cli.core.preflight.findings import ALL, Finding, stopping, warning
 from libra_cli.core.preflight.host_report import HostReport
 from libra_cli.core.preflight.lost_gpus import RunGpu, gpus_of_run
@@ -274,6 +275,13 @@ class Cluster:
             for gpu in (report.facts.gpus if report.facts else ())
             if gpu.index < used[node]
         )
+
+    @property
+    def that_play(self) -> HostsThatPlay:
+        """What is known of the hosts for environments."""
+        facts = {node: one.facts for node, one in self.reports.items() if one.facts is not None}
+        with_slots = {node.name for node in self._recipe.slot_nodes}
+        return HostsThatPlay(self._recipe.all_environments, facts, with_slots)
 
     async def look(self, node: NodeSpec, *, imports: Sequence[str] | None) -> None:
         """Ask a node for its report; with ``imports``, load torch and these packages there too.

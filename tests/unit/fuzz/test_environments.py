@@ -190,7 +190,7 @@ def test_whatever_a_worker_answers_it_is_taken_or_broken(data, member):
             return nonsense.as_msgpack(answer)
 
     async def main() -> Any:
-        environment = WorkerEnvironment(Said(), 1)
+        environment = WorkerEnvironment(Said(), 1, lambda: None)
         match member:
             case "reset":
                 return await environment.reset(None, 0, 0, 0)

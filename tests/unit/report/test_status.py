@@ -394,6 +394,7 @@ def test_of_trajectories_of_an_older_libra_nothing_is_said(tmp_path: Path) -> No
         "environment_s": None,
         "queue_s": None,
         "decode_s": None,
+        "full": None,
         "bottleneck": "",
     }
 

@@ -43,13 +43,22 @@ def renderer(tmp_path_factory):
 def play(renderer):
     """Run ``scene(player)`` on an environment of ``tests.misbehaving`` in two workers at a time."""
 
-    def run(scene, *, name="Misbehaving", timeout_s=PATIENT_S, secrets=None, nodes=(), **args):
+    def run(
+        scene,
+        *,
+        name="Misbehaving",
+        timeout_s=PATIENT_S,
+        secrets=None,
+        nodes=(),
+        episodes=None,
+        **args,
+    ):
         spec = EnvironmentSpec.model_validate(
             {
                 "name": f"tests.misbehaving:{name}",
                 "args": args,
                 "tool_timeout_s": timeout_s,
-                "workers": {"processes": 2, "nodes": list(nodes)},
+                "workers": {"processes": 2, "nodes": list(nodes), "episodes": episodes},
                 "secrets": secrets or {},
             }
         )
@@ -134,6 +143,40 @@ def test_an_episode_in_a_process_of_its_own_from_prompt_to_reward(play):
     # user, two calls of one turn and their returns, "again", "once more", "answer"
     assert end.reward == 7 + 2 / 100
     assert end.metrics["pid"] not in (0, os.getpid())
+
+
+def test_a_host_has_no_more_episodes_than_it_holds_and_the_next_waits(play):
+    async def scene(player):
+        for group in (0, 1, 2):
+            await player.start(group)
+        fourth = asyncio.create_task(player.start(3))
+        await asyncio.sleep(0.2)
+        assert not fourth.done()
+        player.episodes.forget(TrajectoryId(1, 0))
+        await fourth
+        waited = [player.episodes.waited_of(TrajectoryId(group, 0)) for group in (2, 3)]
+        hosts = [(await player.call("where", group=n))[0] for n in (0, 2, 3)]
+        return waited, sorted(hosts)
+
+    (at_once, later), hosts = play(scene, nodes=["one", "two"], episodes={"one": 1, "two": 2})
+    assert hosts.count("one") == 1
+    assert hosts.count("two") == 2
+    assert later > 0.15
+    assert later > at_once
+
+
+def test_a_place_on_a_host_that_is_lost_is_none(play, monkeypatch):
+    monkeypatch.setattr(workers, "LOOK_AGAIN_S", 0.05)
+
+    async def scene(player):
+        await player.start(0)
+        second = asyncio.create_task(player.start(1))
+        await asyncio.sleep(0.3)
+        assert not second.done()  # it waits, and does not fail, while one host plays
+        player.episodes.forget(TrajectoryId(0, 0))
+        await second
+
+    play(scene, nodes=["down", "up"], episodes=1)
 
 
 def test_every_episode_has_a_process_and_the_module_is_imported_once(play):

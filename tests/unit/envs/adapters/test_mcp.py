@@ -274,7 +274,7 @@ def test_the_recipe_names_the_servers() -> None:
                 {"args": CHASE, "mcp": [first, {"url": second, "name": "web"}]}
             )
             source = EnvironmentSource(spec, "pointer-chase")
-            episode = await source.begin()
+            episode = await source.begin(CallLine())
             opening = await episode.reset(None, 0, 1, 1)
             names = [one["function"]["name"] for one in opening.tools]
             assert names == ["get", "look", "web_get"]

@@ -46,7 +46,7 @@ def test_it_is_played_by_its_name_in_a_recipe() -> None:
             args = {"url": url, "text_field": "message"}
             spec = EnvironmentSpec.model_validate({"name": "openenv", "args": args})
             source = EnvironmentSource(spec, "openenv")
-            episode = await source.begin()
+            episode = await source.begin(CallLine())
             opening = await episode.reset({"word": "xyzzy"}, 0, 0, 0)
             assert opening.replies
             assert not (await episode.reply("Open!")).done

@@ -163,7 +163,7 @@ def test_it_is_played_by_its_name_in_a_recipe() -> None:
         args = {"factory": f"{CLASSES}:Counter", "rewards": [f"{CLASSES}:tools_used"]}
         spec = EnvironmentSpec.model_validate({"name": "trl", "args": args})
         source = EnvironmentSource(spec, "trl")
-        episode = await source.begin()
+        episode = await source.begin(CallLine())
         opening = await episode.reset({"prompt": "Count.", "target": 7}, 0, 0, 0)
         assert opening.messages == CONVERSATION[:1]
         assert (await episode.step(ToolCall("increment", {"amount": 7}))).text == "7"

@@ -150,7 +150,7 @@ def test_episodes_are_played_in_sandboxes(workers: int | None) -> None:
 
     async def scene() -> None:
         source = EnvironmentSource(spec, "shell")
-        episode = await source.begin()
+        episode = await source.begin(CallLine())
         try:
             await episode.reset(ROW, 0, 0, 0)
             answer = await episode.step(ToolCall("bash", {"command": "echo 5 > x; id -u"}))
