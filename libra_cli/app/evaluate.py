@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from libra_cli.core.json_form import json_form
 from libra_cli.core.records import EvaluationRecord, ExportRecord
 from libra_cli.report.status.evaluations import EvaluationPart, evaluation_parts
 from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
+from libra_cli.runtime.hosts.owned_directory import OwnedDirectory
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.schema import DATABASE
@@ -126,8 +126,8 @@ async def _played(
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, task.cancel)
-    with tempfile.TemporaryDirectory(prefix="libra-eval-") as work:
+    with OwnedDirectory("eval") as work:
         try:
-            return await StandaloneEvaluation(recipe, Path(work), told=told, note=note).run()
+            return await StandaloneEvaluation(recipe, work, told=told, note=note).run()
         except asyncio.CancelledError:
             raise LibraError("stopped; nothing was written") from None

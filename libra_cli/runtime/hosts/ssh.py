@@ -25,7 +25,7 @@ import paramiko
 
 from libra_cli.config.errors import HostError, HostLost
 from libra_cli.runtime.hosts import ssh_target
-from libra_cli.runtime.hosts.socket_directory import SocketDirectory
+from libra_cli.runtime.hosts.owned_directory import OwnedDirectory
 from libra_cli.runtime.hosts.ssh_channels import ChannelStream, Forward
 from libra_cli.runtime.hosts.transport import CONNECT_S, COPY_S, OPEN_S, CommandResult, Endpoint
 
@@ -85,7 +85,7 @@ class SshTransport:
         """Counts calls of ``connect`` and ``close``: a thread whose attempt has been given up
         closes the connection that it made."""
         self._forwards: dict[str, Forward] = {}
-        self._sockets: SocketDirectory | None = None
+        self._sockets: OwnedDirectory | None = None
         self.warnings: Sequence[str] = ()
         """What is wrong here without forbidding to connect; known once connected."""
 
@@ -155,7 +155,7 @@ class SshTransport:
     async def dial(self, path: str) -> Endpoint:
         """Return a socket in a private directory that leads to the host's."""
         if path not in self._forwards:
-            self._sockets = self._sockets or SocketDirectory()
+            self._sockets = self._sockets or OwnedDirectory("sockets")
             here = self._sockets.path / f"{len(self._forwards)}.sock"
             forward = self._forwards[path] = Forward(here, path, self._open_socket)
             await forward.open()

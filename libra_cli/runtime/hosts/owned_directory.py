@@ -1,7 +1,8 @@
-"""A private directory for sockets among the temporary files, where their paths are short.
+"""A private directory among the temporary files, which no process leaves behind for good.
 
 A process that is killed removes nothing. So each directory has a file that its process keeps
-locked, and whoever makes the next one removes those of the same user whose lock is free.
+locked, and whoever makes the next one of its kind removes those of the same user whose lock is
+free.
 """
 
 from __future__ import annotations
@@ -13,17 +14,24 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-PREFIX = "libra-sockets-"
 LOCK = "owner.lock"
 
 
-class SocketDirectory:
+class OwnedDirectory:
     """A directory that only this user can enter; it goes with ``remove``, or after this process."""
 
-    def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    def __init__(self, kind: str) -> None:
+        """Make one, and remove those of this kind, a word, that killed processes have left."""
+        prefix = f"libra-{kind}-"
+        _remove_abandoned(Path(tempfile.gettempdir()), prefix)
+        self.path = Path(tempfile.mkdtemp(prefix=prefix))
         self._lock = _lock(self.path)
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *raised: object) -> None:
+        self.remove()
 
     def remove(self) -> None:
         """Remove it with all that is in it."""
@@ -46,8 +54,8 @@ def _lock(directory: Path) -> int | None:
     return lock
 
 
-def _remove_abandoned(parent: Path) -> None:
-    for directory in parent.glob(f"{PREFIX}*"):
+def _remove_abandoned(parent: Path, prefix: str) -> None:
+    for directory in parent.glob(f"{prefix}*"):
         with suppress(OSError):  # another process may remove it at the same time
             if directory.lstat().st_uid == os.geteuid() and not directory.is_symlink():
                 _remove_if_abandoned(directory)

@@ -1,4 +1,4 @@
-"""Directories of sockets go with the process that made them, however that ends."""
+"""Temporary directories go with the process that made them, however that ends."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from libra_cli.runtime.hosts.socket_directory import LOCK, PREFIX, SocketDirectory
+from libra_cli.runtime.hosts.owned_directory import LOCK, OwnedDirectory
 
+PREFIX = "libra-sockets-"
 MAKES_ONE = """
 import socket, sys
-from libra_cli.runtime.hosts.socket_directory import SocketDirectory
-made = SocketDirectory()
+from libra_cli.runtime.hosts.owned_directory import OwnedDirectory
+made = OwnedDirectory("sockets")
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(str(made.path / "0.sock"))
 print(made.path, flush=True)
@@ -47,12 +48,12 @@ def test_what_a_killed_process_left_goes_when_another_begins_and_nothing_else(
         subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as living,
     ):
         left, kept = made_by(killed), made_by(living)
-        SocketDirectory().remove()
+        OwnedDirectory("sockets").remove()
         assert (left / "0.sock").exists(), "its process lives"
         killed.kill()
         killed.wait(60)
         assert (left / "0.sock").exists(), "a killed process removes nothing"
-        mine = SocketDirectory()
+        mine = OwnedDirectory("sockets")
         assert not left.exists()
         assert (kept / "0.sock").exists()
         assert sorted(temporary.iterdir()) == sorted(
@@ -63,9 +64,19 @@ def test_what_a_killed_process_left_goes_when_another_begins_and_nothing_else(
 
 
 def test_only_its_user_can_enter_it() -> None:
-    made = SocketDirectory()
-    assert made.path.stat().st_mode & 0o777 == 0o700
-    made.remove()
+    with OwnedDirectory("work") as made:
+        assert made.stat().st_mode & 0o777 == 0o700
+    assert not made.exists()
+
+
+def test_one_of_another_kind_stays(temporary: Path) -> None:
+    abandoned = temporary / "libra-work-abandoned"
+    abandoned.mkdir()
+    (abandoned / LOCK).touch()
+    OwnedDirectory("sockets").remove()
+    assert abandoned.exists()
+    OwnedDirectory("work").remove()
+    assert not abandoned.exists()
 
 
 def test_what_belongs_to_another_user_stays(
@@ -75,9 +86,9 @@ def test_what_belongs_to_another_user_stays(
     abandoned.mkdir()
     (abandoned / LOCK).touch()
     monkeypatch.setattr(os, "geteuid", lambda: abandoned.stat().st_uid + 1)
-    SocketDirectory().remove()
+    OwnedDirectory("sockets").remove()
     assert abandoned.exists()
     monkeypatch.undo()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    SocketDirectory().remove()
+    OwnedDirectory("sockets").remove()
     assert not abandoned.exists(), "it was that user's alone to remove"
