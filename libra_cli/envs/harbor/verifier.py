@@ -118,10 +118,10 @@ def _rewards(inside: TaskSandbox) -> Mapping[str, float]:
     Raises:
         ValueError: there is none, or it is no number.
     """
-    if text := inside.read(f"{LOGS}/reward.txt", _LARGEST):
-        return {"reward": _number("reward.txt", text.decode("utf-8", "replace").strip())}
     if (text := inside.read(f"{LOGS}/reward.json", _LARGEST)) is None:
-        raise ValueError(f"the tests wrote neither {LOGS}/reward.txt nor reward.json")
+        if not (text := inside.read(f"{LOGS}/reward.txt", _LARGEST)):
+            raise ValueError(f"the tests wrote neither {LOGS}/reward.txt nor reward.json")
+        return {"reward": _number("reward.txt", text.decode("utf-8", "replace").strip())}
     try:
         found = json.loads(text)
     except ValueError as error:

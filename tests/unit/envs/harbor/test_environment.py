@@ -163,6 +163,7 @@ def test_rewards_are_read_from_either_file(
 
 def test_of_several_rewards_one_is_named(begin: Begin) -> None:
     test = 'echo \'{"speed": 3, "style": 2}\' > /logs/verifier/reward.json\n'
+    test += "echo 1 > /logs/verifier/reward.txt\n"  # the other file goes before it
     assert begin(test=test, reward="style").score("") == 2.0
     with pytest.raises(EnvironmentBroken, match="speed, style, and none is 'reward'"):
         begin(test=test).score("")
