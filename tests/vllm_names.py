@@ -28,6 +28,10 @@ MEMBERS: dict[str, dict[str, tuple[str, ...]]] = {
         "register_model": ("model_arch", "model_cls"),
     },
     "model_executor/models/registry.py:_LazyRegisteredModel": {"load_model_cls": ()},
+    "v1/engine/detokenizer.py:IncrementalDetokenizer": {
+        "from_new_request": ("tokenizer", "request"),
+        "update": ("new_token_ids", "stop_terminated"),
+    },
     "v1/engine/core.py:EngineCore": {
         "pause_scheduler": ("mode", "clear_cache"),
         "resume_scheduler": (),

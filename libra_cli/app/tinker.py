@@ -33,10 +33,12 @@ def serve(
     *,
     port: int,
     max_rank: int,
+    served_model_name: str | None,
     ready: Callable[[TinkerAddress], None],
     note: Callable[[str], None],
 ) -> None:
-    """Serve until Ctrl-C; ``directory`` keeps what clients save.
+    """Serve until Ctrl-C; ``directory`` keeps what clients save, and clients may call the model
+    ``served_model_name`` too.
 
     Raises:
         RecipeError: the recipe has a problem, or trains on more than one slot.
@@ -48,7 +50,7 @@ def serve(
         hosts = TinkerHosts(
             recipe, Path(work), max_rank=max_rank, note=lambda text: note(mask(text))
         )
-        model = _model(recipe.model, str(hosts.model_dir), max_rank)
+        model = _model(recipe.model, str(hosts.model_dir), max_rank, served_model_name)
         service = TinkerService(model, hosts, SavedAdapters(directory))
         asyncio.run(_served(hosts, service, port, lambda url: ready(_address(url, service))))
 
@@ -75,10 +77,17 @@ async def _served(
         await hosts.close()
 
 
-def _model(spec: ModelSpec, here: str, max_rank: int) -> ServedModel:
-    """Name the model by its directory where that is on this machine, for clients load the tokenizer
-    from there; else by ``here``, the copy that hosts are asked for."""
+def _model(spec: ModelSpec, here: str, max_rank: int, served_name: str | None) -> ServedModel:
+    """Name the model as the user does; else by its directory where that is on this machine, for
+    clients load the tokenizer from there; else by ``here``, the copy that hosts are asked for."""
     path = None if spec.path is None else Path(spec.path).expanduser()
-    name = str(path) if path is not None and (path / "tokenizer.json").is_file() else here
-    also = frozenset({here, *((spec.path, path.name) if spec.path and path else ())})
-    return ServedModel(name, also, name, spec.max_len, max_rank)
+    place = str(path) if path is not None and (path / "tokenizer.json").is_file() else here
+    also = {here, place, *(() if path is None else (str(spec.path), *_names_on_hub(path)))}
+    return ServedModel(served_name or place, frozenset(also), place, spec.max_len, max_rank)
+
+
+def _names_on_hub(path: Path) -> tuple[str, ...]:
+    """Return what a directory's own name, or its place in the cache of Hugging Face, says of what
+    its model is called there; of ``models--Qwen--Qwen3-8B`` both parts, else the last alone."""
+    cached = [one for one in path.parts if one.startswith("models--")]
+    return tuple(one.removeprefix("models--").replace("--", "/") for one in (path.name, *cached))

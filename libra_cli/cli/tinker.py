@@ -22,6 +22,10 @@ def tinker(
         int, typer.Option(min=0, max=65535, help="Of loopback; 0 is any free one.")
     ] = 0,
     max_rank: Annotated[int, typer.Option(min=8, max=512, help="Largest rank of an adapter.")] = 32,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(help="What clients call the model, Qwen/Qwen3-8B for example."),
+    ] = None,
 ) -> None:
     """Serve training loops that are written for Tinker's SDK, until Ctrl-C."""
     from libra_cli.app import tinker as command
@@ -42,6 +46,7 @@ def tinker(
             output,
             port=port,
             max_rank=max_rank,
+            served_model_name=served_model_name,
             ready=ready,
             note=lambda text: err.print(text, markup=False, highlight=False),
         )

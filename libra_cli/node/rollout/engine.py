@@ -43,6 +43,7 @@ from libra_cli.node.rollout.draft_switch import DraftSwitch
 from libra_cli.node.rollout.prompt_images import PromptImages
 from libra_cli.node.rollout.proof import prove_loaded
 from libra_cli.node.rollout.served_adapters import ServedAdapters
+from libra_cli.node.rollout.stop_strings import StopStrings
 from libra_cli.node.rollout.turn import Answer, TurnRefused, TurnTokens, reason_of
 
 UNKNOWN_VERSION = "default"
@@ -80,6 +81,7 @@ class VllmEngine:
         self._images = PromptImages(config.model_config.model)
         self._turns: dict[str, TurnTokens] = {}
         self._adapters = ServedAdapters()
+        self._stops = StopStrings(config.model_config.tokenizer)
         self._label = UNKNOWN_VERSION
         self._counters: Counter[str] = Counter()
         self._is_asleep = False
@@ -149,6 +151,8 @@ class VllmEngine:
             data_parallel_rank=None,
             priority=order["priority"],
         )
+        if stops := order.get("stop"):
+            self._stops.watch(request, stops)
         self._client.add_request(request)
         self._turns[name] = TurnTokens(
             prompt_tokens=len(prompt_ids), routes_from=order["routes_from"]
@@ -208,11 +212,16 @@ class VllmEngine:
             self._count(output)
             if turn is None:  # it was aborted while this step ran
                 continue
-            self._grow(turn, output)
-            if output.finish_reason is not None:
+            kept = self._stops.tokens_kept(output.request_id, output.new_token_ids)
+            self._grow(turn, output, kept)
+            if output.finish_reason is not None or kept is not None:
                 del self._turns[output.request_id]
+                self._stops.forget(output.request_id)
+                if output.finish_reason is None:
+                    self._client.abort_requests([output.request_id])
                 self._add_routes(output.request_id, turn)
-                ended.append((output.request_id, turn.answer(reason_of(output))))
+                reason = reason_of(output) if kept is None else "stop"
+                ended.append((output.request_id, turn.answer(reason)))
         self._counters["steps"] += 1
         if outputs.scheduler_stats is not None:
             self._count_all(outputs.scheduler_stats)
@@ -229,16 +238,16 @@ class VllmEngine:
             self._counters["draft_tokens"] += drafts.num_draft_tokens
             self._counters["accepted_tokens"] += drafts.num_accepted_tokens
 
-    def _grow(self, turn: TurnTokens, output: EngineCoreOutput) -> None:
+    def _grow(self, turn: TurnTokens, output: EngineCoreOutput, kept: int | None) -> None:
         # The log-probability of the token itself is the first of each row.
         if output.new_prompt_logprobs_tensors is not None:
             turn.prompt_logprobs.extend(output.new_prompt_logprobs_tensors.logprobs[:, 0].tolist())
         if output.new_token_ids:
-            turn.grow(output.new_token_ids, self._label)
+            turn.grow(output.new_token_ids[:kept], self._label)
         if output.routed_experts is not None:
             turn.routes.append(output.routed_experts)
         if output.new_logprobs is not None:
-            turn.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            turn.logprobs.extend(output.new_logprobs.logprobs[:kept, 0].tolist())
 
     def _add_routes(self, name: str, turn: TurnTokens) -> None:
         """The experts of all its tokens but the last, of which nothing was computed."""
@@ -274,6 +283,7 @@ class VllmEngine:
         if turn is None:
             return None
         self._pushed_back.discard(name)
+        self._stops.forget(name)
         self._client.abort_requests([name])
         self._add_routes(name, turn)
         return turn.answer("abort")

@@ -12,7 +12,8 @@ See ``node.control`` for the form of the stream; the run's token is read from LI
     generate    prompt_ids, max_tokens, temperature,    token_ids, logprobs, spans [label, start,
                 top_p, stop_token_ids, to_the_end,      end], finish_reason, prompt_logprobs; when
                 score_prompt, cache_salt, priority;     the turn has ended
-                or also adapter, seed, top_k
+                or also adapter, seed, top_k,
+                stop: strings in its text
     adapter     name, config, tensors: PEFT's files     {}: turns may name this adapter
     abort       call: that of a generate                {}; the turn's own answer comes with it
     prepare     directory                               done: workers have the version in memory;

@@ -54,8 +54,7 @@ class Futures:
         if error is None:
             return task.result()
         known = isinstance(error, LibraError | ValueError)
-        words = str(error) if known else f"{type(error).__name__}: {error}"
-        return {"error": words, "category": "user" if known else "server"}
+        return {"error": words_for_client(error), "category": "user" if known else "server"}
 
     def cancel(self, name: str) -> None:
         """End the work of a request, if there is such a one that is not done."""
@@ -67,3 +66,10 @@ class Futures:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+def words_for_client(error: BaseException) -> str:
+    """Return what a client is told of an error, with the next thing to type where there is one."""
+    if isinstance(error, LibraError):
+        return f"{error} ({error.hint})" if error.hint else str(error)
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -49,7 +49,7 @@ class SampleOrder:
         left = max_len - len(tokens)
         if left < 1:
             raise NotServed(f"the prompt has {len(tokens)} tokens, and model.max_len is {max_len}")
-        stops = given.get("stop")
+        strings, tokens_that_stop = _stops(given.get("stop"), stop_token_ids)
         order = {
             "prompt_ids": array("i", tokens).tobytes(),
             "max_tokens": min(given.get("max_tokens") or left, left),
@@ -57,7 +57,8 @@ class SampleOrder:
             "top_p": given.get("top_p", 1.0),
             "top_k": given.get("top_k", -1),
             "seed": given.get("seed"),
-            "stop_token_ids": list(stop_token_ids) if stops is None else _stops(stops),
+            "stop_token_ids": tokens_that_stop,
+            "stop": strings,
             "to_the_end": True,
             "score_prompt": bool(told.get("prompt_logprobs")),
             "adapter": adapter,
@@ -83,11 +84,18 @@ def _tokens(prompt: Mapping[str, Any]) -> list[int]:
     return [token for chunk in prompt["chunks"] for token in chunk["tokens"]]
 
 
-def _stops(given: str | Sequence[str] | Sequence[int]) -> list[int]:
+def _stops(
+    given: str | Sequence[str] | Sequence[int] | None, usual: Sequence[int]
+) -> tuple[list[str], list[int]]:
+    """Return the strings and the tokens that end a sample: tokens stand in place of the ``usual``
+    ones, an empty list of any, and strings beside them."""
     found = [given] if isinstance(given, str) else given
-    if any(isinstance(one, str) for one in found):
-        raise NotServed("stop takes ids of tokens here: send [tokenizer.encode(text)[0]], or []")
-    return [int(one) for one in found]
+    if found is None:
+        return [], list(usual)
+    strings = [one for one in found if isinstance(one, str)]
+    if len(strings) not in (0, len(found)) or "" in strings:
+        raise NotServed(f"stop takes strings that are not empty, or ids of tokens: {given!r}")
+    return strings, list(usual) if strings else [int(one) for one in found]
 
 
 async def sampled(order: SampleOrder, sample: Callable[[Answer], Awaitable[Answer]]) -> bytes:

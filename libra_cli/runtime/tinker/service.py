@@ -19,7 +19,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.runtime.processes.loopback import LoopbackServer
 from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.tinker.adapters import ALPHA, AdapterShape, SavedAdapters
-from libra_cli.runtime.tinker.futures import Futures, Outcome
+from libra_cli.runtime.tinker.futures import Futures, Outcome, words_for_client
 from libra_cli.runtime.tinker.sampling import SampleOrder, sampled
 from libra_cli.runtime.tinker.turns import Turns
 from libra_cli.runtime.tinker.wire import NotServed, read_training_pass, write_training_output
@@ -62,8 +62,9 @@ class ServedModel:
 
     name: str
     also: frozenset[str]
-    """Other names that are understood."""
+    """Other names that are understood; one without an organisation stands for that of any."""
     tokenizer: str
+    """The directory of its tokenizer."""
     max_len: int
     max_rank: int
 
@@ -135,9 +136,10 @@ class TinkerService:
             return _refusal(401, "TINKER_API_KEY is not the key that libra tinker has printed")
         try:
             return await handler(request)
-        except (LibraError, KeyError, TypeError, ValueError) as error:
-            words = str(error) if isinstance(error, LibraError) else f"a wrong request: {error!r}"
-            return _refusal(422, words)
+        except LibraError as error:
+            return _refusal(422, words_for_client(error))
+        except (KeyError, TypeError, ValueError) as error:
+            return _refusal(422, f"a wrong request: {error!r}")
 
     # -- sessions -------------------------------------------------------------------------------
 
@@ -368,8 +370,12 @@ class TinkerService:
         return {}
 
     def _check_base(self, name: str) -> None:
-        if name != self.model.name and name not in self.model.also:
-            raise NotServed(f"{name} is not served here: the base model is {self.model.name}")
+        known = {self.model.name, *self.model.also}
+        if name not in known and name.rpartition("/")[2] not in known:
+            raise NotServed(
+                f"{name} is not served here: the base model is {self.model.name}",
+                hint=f"if it is the same model, libra tinker RECIPE --served-model-name {name}",
+            )
 
 
 def _json(handler: Callable[[Json], Awaitable[Json]]) -> Any:

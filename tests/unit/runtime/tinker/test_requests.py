@@ -10,7 +10,9 @@ import pytest
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.runtime.tinker.adapters import AdapterShape, SavedAdapters
 from libra_cli.runtime.tinker.futures import Futures, Outcome
+from libra_cli.runtime.tinker.sampling import SampleOrder
 from libra_cli.runtime.tinker.turns import Turns
+from libra_cli.runtime.tinker.wire import NotServed
 
 
 def test_requests_that_come_in_any_order_take_their_turns() -> None:
@@ -86,3 +88,31 @@ def test_saved_adapters_are_found_by_their_paths_and_no_others(tmp_path: Path) -
     for wrong in ("tinker://../weights/a", "tinker://s/..//a", "/etc/passwd", "tinker://s/weights"):
         with pytest.raises(LibraError, match="no path"):
             saved.load(wrong)
+
+
+@pytest.mark.parametrize(
+    ("stop", "strings", "tokens"),
+    [
+        (None, [], [2]),
+        ([], [], []),
+        ([5, 6], [], [5, 6]),
+        ("User:", ["User:"], [2]),
+        (["User:", "}"], ["User:", "}"], [2]),
+    ],
+)
+def test_a_sample_stops_at_what_its_client_says(
+    stop: object, strings: list[str], tokens: list[int]
+) -> None:
+    order = sample_order(stop).order
+    assert (order["stop"], order["stop_token_ids"]) == (strings, tokens)
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""], ["a", 5]])
+def test_a_stop_that_is_none_is_refused(stop: object) -> None:
+    with pytest.raises(NotServed, match="stop takes strings"):
+        sample_order(stop)
+
+
+def sample_order(stop: object) -> SampleOrder:
+    told = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"stop": stop}}
+    return SampleOrder.of(told, adapter=None, max_len=9, stop_token_ids=[2])
