@@ -109,6 +109,26 @@ def a_sample_ends_with_the_token_that_completes_a_string(client: Any, base_model
     assert greedy(["not in it"]).tokens == greedy(None).tokens
 
 
+def adapters_that_servers_have_let_go_of_are_loaded_again(client: Any, base_model: str) -> None:
+    """More samplers than servers hold adapters; the first is asked before and after the others."""
+    types = tinker.types
+    trained = client.create_lora_training_client(base_model, rank=8, seed=1).result()
+    tokens = trained.get_tokenizer().encode("the key is seven and the door is open")
+    whole = types.ModelInput.from_ints(tokens)
+    scores = []
+    samplers = []
+    for _ in range(36):
+        trained.forward_backward([datum(types, tokens)], "cross_entropy")
+        trained.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        samplers.append(trained.save_weights_and_get_sampling_client().result())
+        scores.append(samplers[-1].compute_logprobs(whole).result()[1:])
+    assert np.abs(np.subtract(scores[0], scores[-1])).max() > 0.01
+    for place in (0, 20, -1):
+        again = samplers[place].compute_logprobs(whole).result()[1:]
+        np.testing.assert_allclose(again, scores[place], atol=1e-4)
+    client.close("success").result()
+
+
 def nobody_is_answered_without_the_key_and_what_is_wrong_is_said(
     client: Any, base_model: str
 ) -> None:
@@ -126,6 +146,7 @@ LOOPS = {
         two_clients_train_sample_save_and_load,
         a_loop_of_importance_sampling_raises_what_it_rewards,
         a_sample_ends_with_the_token_that_completes_a_string,
+        adapters_that_servers_have_let_go_of_are_loaded_again,
         nobody_is_answered_without_the_key_and_what_is_wrong_is_said,
     )
 }

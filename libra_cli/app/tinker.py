@@ -51,7 +51,9 @@ def serve(
             recipe, Path(work), max_rank=max_rank, note=lambda text: note(mask(text))
         )
         model = _model(recipe.model, str(hosts.model_dir), max_rank, served_model_name)
-        service = TinkerService(model, hosts, SavedAdapters(directory))
+        service = TinkerService(
+            model, hosts, SavedAdapters(directory), note=lambda text: note(mask(text))
+        )
         asyncio.run(_served(hosts, service, port, lambda url: ready(_address(url, service))))
 
 

@@ -40,6 +40,7 @@ def service(tmp_path_factory: pytest.TempPathFactory, models: Path) -> Iterator[
         "two_clients_train_sample_save_and_load",
         "a_loop_of_importance_sampling_raises_what_it_rewards",
         "a_sample_ends_with_the_token_that_completes_a_string",
+        "adapters_that_servers_have_let_go_of_are_loaded_again",
         "nobody_is_answered_without_the_key_and_what_is_wrong_is_said",
     ],
 )
@@ -59,3 +60,9 @@ def test_loops_of_the_sdk_find_what_they_expect(service: ServedTinker, loop: str
 def test_what_clients_have_saved_lies_where_the_page_says(service: ServedTinker) -> None:
     saved = (service.here / "tinker-weights").glob("*/weights/one/adapter_model.safetensors")
     assert len(list(saved)) == 1
+
+
+def test_of_clients_that_have_ended_the_host_keeps_no_adapter(service: ServedTinker) -> None:
+    """Each loop has ended its session, as the SDK does on leaving a ``with``, or has asked to."""
+    unnamed = (service.here / "tinker-weights").glob("*/sampler_weights/*")
+    assert list(unnamed) == []

@@ -166,6 +166,10 @@ class VllmEngine:
         """
         self._core.add_lora(self._adapters.add(name, config, tensors))
 
+    def remove_adapter(self, name: str) -> None:
+        """Let go of an adapter that no turn under way names; raises TurnRefused if it has none."""
+        self._core.remove_lora(self._adapters.remove(name))
+
     def _check(self, prompt_ids: Sequence[int]) -> None:
         length = len(prompt_ids)
         if not 0 < length < self._max_len:

@@ -15,6 +15,8 @@ See ``node.control`` for the form of the stream; the run's token is read from LI
                 or also adapter, seed, top_k,
                 stop: strings in its text
     adapter     name, config, tensors: PEFT's files     {}: turns may name this adapter
+    remove adapter  name                                {}: none may name it any more, and none
+                                                        that is under way does
     abort       call: that of a generate                {}; the turn's own answer comes with it
     prepare     directory                               done: workers have the version in memory;
                                                         nothing waits for it, so ask again. loads:
@@ -95,9 +97,8 @@ class Server(ControlServer):
                 self._engine.add(name, order)
                 self._asked[name] = (connection, call)
                 return None
-            case "adapter":
-                self._engine.add_adapter(order["name"], order["config"], order["tensors"])
-                return {}
+            case "adapter" | "remove adapter":
+                return self._take_or_remove(operation, order)
             case "abort":
                 name = _name(connection, order["call"])
                 answer = self._engine.abort(name)
@@ -112,6 +113,13 @@ class Server(ControlServer):
                 return self._sleep_or_wake(operation)
             case _:
                 return self._tell(operation)
+
+    def _take_or_remove(self, operation: str, order: dict[str, Any]) -> Answer:
+        if operation == "adapter":
+            self._engine.add_adapter(order["name"], order["config"], order["tensors"])
+        else:
+            self._engine.remove_adapter(order["name"])
+        return {}
 
     def _sleep_or_wake(self, operation: str) -> Answer:
         if operation == "sleep":

@@ -107,6 +107,10 @@ class SavedAdapters:
         except OSError as error:
             raise StateError(f"nothing is saved as {path} ({place})") from error
 
+    def delete(self, path: str) -> None:
+        """Delete a saved adapter, if there is one; raises LibraError for a path of none."""
+        shutil.rmtree(self._place(path), ignore_errors=True)
+
     def shape(self, path: str) -> AdapterShape:
         """Return what a saved adapter was created with; raises LibraError if there is none."""
         told = json.loads(self.load(path)[0])

@@ -28,14 +28,16 @@ class Futures:
     def __init__(self, most: int = MOST_ANSWERS) -> None:
         self._most = most
         self._tasks: dict[str, asyncio.Task[Outcome]] = {}
+        self._owners: dict[str, str] = {}
 
-    def begin(self, work: Coroutine[Any, Any, Outcome]) -> str:
-        """Start the work of a request and return its id."""
+    def begin(self, work: Coroutine[Any, Any, Outcome], *, owner: str = "") -> str:
+        """Start the work of a request and return its id; ``owner`` is whose it is."""
         name = secrets.token_hex(12)
+        self._owners[name] = owner
         self._tasks[name] = asyncio.create_task(work, name=f"tinker request {name}")
         done = [key for key, task in self._tasks.items() if task.done()]
         for key in done[: max(0, len(done) - self._most)]:
-            del self._tasks[key]
+            del self._tasks[key], self._owners[key]
         return name
 
     async def outcome(self, name: str, wait_s: float = WAIT_S) -> Outcome | None:
@@ -60,6 +62,13 @@ class Futures:
         """End the work of a request, if there is such a one that is not done."""
         if name in self._tasks:
             self._tasks[name].cancel()
+
+    async def cancel_all(self, owner: str) -> None:
+        """End the work of all requests of an owner, and wait until it has ended."""
+        tasks = [self._tasks[name] for name, one in self._owners.items() if one == owner]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
         """End all work and wait until it has ended."""

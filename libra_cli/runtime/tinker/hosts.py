@@ -32,14 +32,15 @@ from libra_cli.runtime.processes.owner import STARTUP_TIMEOUT_S, ProcessOwner
 from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.rollout.connection import Sampling
 from libra_cli.runtime.rollout.servers import Servers
+from libra_cli.runtime.tinker.loaded import ADAPTERS_IN_MEMORY
 from libra_cli.runtime.tinker.tenant_client import TenantClient
 from libra_cli.runtime.vllm.client import ServerClient
 from libra_cli.runtime.weights.versions import weights_of
 
 INCARNATION = 1
 TRAINER = "trainer"
-ADAPTERS_ON_GPU, ADAPTERS_IN_MEMORY = 4, 32
-"""Adapters whose requests a server computes together, and those that it keeps at hand; chosen."""
+ADAPTERS_ON_GPU = 4
+"""Adapters whose requests a server computes together; chosen."""
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks that vLLM can be started with."""
@@ -169,6 +170,10 @@ class TinkerHosts:
         """Give every server an adapter to sample from. Raises LibraError."""
         adding = (one.add_adapter(name, config, tensors) for one in self._reached())
         await asyncio.gather(*adding)
+
+    async def remove_adapter(self, name: str) -> None:
+        """Have every server let go of an adapter. Raises LibraError."""
+        await asyncio.gather(*(one.remove_adapter(name) for one in self._reached()))
 
     async def sample(self, order: Mapping[str, Any]) -> Answer:
         """Have one of the servers, each in its turn, sample a sequence. Raises LibraError."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from libra_cli.config.errors import LibraError
 from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.tinker.wire import NotServed, SampledTokens, write_sample
 
@@ -32,7 +33,6 @@ class SampleOrder:
         cls,
         told: Mapping[str, Any],
         *,
-        adapter: str | None,
         max_len: int,
         stop_token_ids: Sequence[int],
     ) -> SampleOrder:
@@ -61,16 +61,17 @@ class SampleOrder:
             "stop": strings,
             "to_the_end": True,
             "score_prompt": bool(told.get("prompt_logprobs")),
-            "adapter": adapter,
         }
         return cls(int(told.get("num_samples", 1)), order)
 
-    def each(self) -> list[dict[str, Any]]:
-        """Return the order of every sample; a seed counts up, and the first scores the prompt."""
+    def each(self, adapter: str | None) -> list[dict[str, Any]]:
+        """Return the order of every sample from an adapter; a seed counts up, and the first scores
+        the prompt."""
         seed = self.order["seed"]
         return [
             {
                 **self.order,
+                "adapter": adapter,
                 "seed": None if seed is None else seed + number,
                 "score_prompt": self.order["score_prompt"] and number == 0,
             }
@@ -98,9 +99,17 @@ def _stops(
     return strings, list(usual) if strings else [int(one) for one in found]
 
 
-async def sampled(order: SampleOrder, sample: Callable[[Answer], Awaitable[Answer]]) -> bytes:
-    """Have all samples generated, and return the message that tells of them. Raises LibraError."""
-    answers = await asyncio.gather(*map(sample, order.each()))
+async def sampled(
+    order: SampleOrder, adapter: str | None, sample: Callable[[Answer], Coroutine[Any, Any, Answer]]
+) -> bytes:
+    """Have all samples generated from an adapter, None from the model itself, and return the
+    message that tells of them. Raises LibraError."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(sample(one)) for one in order.each(adapter)]
+    except* LibraError as errors:
+        raise errors.exceptions[0] from None
+    answers = [task.result() for task in tasks]
     sequences = [
         SampledTokens(one["token_ids"], one["logprobs"], one["finish_reason"] == "stop")
         for one in answers

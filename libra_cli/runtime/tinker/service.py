@@ -6,6 +6,8 @@ that take long are futures: their id is answered at once, and ``retrieve_future`
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -20,7 +22,15 @@ from libra_cli.runtime.processes.loopback import LoopbackServer
 from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.tinker.adapters import ALPHA, AdapterShape, SavedAdapters
 from libra_cli.runtime.tinker.futures import Futures, Outcome, words_for_client
+from libra_cli.runtime.tinker.loaded import AdapterServers, LoadedAdapters
 from libra_cli.runtime.tinker.sampling import SampleOrder, sampled
+from libra_cli.runtime.tinker.sessions import (
+    TRAINS,
+    ClientSession,
+    SessionEnded,
+    Sessions,
+    session_of,
+)
 from libra_cli.runtime.tinker.turns import Turns
 from libra_cli.runtime.tinker.wire import NotServed, read_training_pass, write_training_output
 
@@ -29,20 +39,19 @@ LONGEST_BODY = 256 * 1024**2
 """Bytes of a request; the SDK cuts training data into requests of 5 MB."""
 PROTOBUF = "application/x-protobuf"
 Json = dict[str, Any]
+LEFT = "left"
+"""The name under which the state of an adapter is saved whose client has gone away."""
 ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
 """The settings of an optimizer's step that a request leaves out, as the SDK has them."""
 
 
-class Workers(Protocol):
+class Workers(AdapterServers, Protocol):
     """What does the work of requests (``libra_cli.runtime.tinker.hosts.TinkerHosts``)."""
 
     stop_token_ids: tuple[int, ...]
 
     async def train(self, operation: str, order: Mapping[str, Any]) -> Answer:
         """Have the trainer carry out an order."""
-
-    async def add_adapter(self, name: str, config: str, tensors: bytes) -> None:
-        """Give every server an adapter to sample from."""
 
     async def sample(self, order: Mapping[str, Any]) -> Answer:
         """Have a server sample one sequence."""
@@ -54,6 +63,8 @@ class TrainedModel:
 
     shape: AdapterShape
     turns: Turns = field(default_factory=Turns)
+    unsaved: bool = False
+    """Whether it was trained since its state was saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +83,26 @@ class ServedModel:
 class TinkerService:
     """Answers the SDK's requests, with the work of a recipe's hosts."""
 
-    def __init__(self, model: ServedModel, workers: Workers, saved: SavedAdapters) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        workers: Workers,
+        saved: SavedAdapters,
+        *,
+        sessions: Sessions | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """``note`` is told, in words, what is let go of for a client that is not heard of."""
         self.key = f"tml-{secrets.token_urlsafe(24)}"
         self.model = model
         self._workers = workers
         self._saved = saved
         self._futures = Futures()
         self._models: dict[str, TrainedModel] = {}
-        self._samplers: dict[str, str | None] = {}
-        """The path of the adapter of a sampling session, None of the model itself."""
-        self._on_servers: set[str] = set()
+        self._sessions = Sessions() if sessions is None else sessions
+        self._loaded = LoadedAdapters(workers, saved)
+        self._note = note
+        self._watch: asyncio.Task[None] | None = None
         self._server: LoopbackServer | None = None
 
     async def start(self, port: int) -> str:
@@ -96,22 +117,28 @@ class TinkerService:
         app.router.add_get(f"{API}/healthz", _json(self._empty))
         app.router.add_get(f"{API}/get_server_capabilities", _json(self._capabilities))
         app.router.add_get(f"{API}/samplers/{{sampler}}", self._sampler)
+        app.router.add_post(f"{API}/client/config", self._config)
         app.router.add_post(f"{API}/sessions/{{session}}/finish", self._finish_session)
         app.router.add_post(f"{API}/forward_backward", self._forward_backward)
         app.router.add_post(f"{API}/retrieve_future", self._retrieve)
         self._server = LoopbackServer(app)
         await self._server.start(port)
+        self._watch = asyncio.create_task(self._watch_leases(), name="leases of tinker sessions")
         return self._server.url
 
     async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
         await self._futures.close()
+        for session in filter(None, map(self._sessions.end, self._sessions.names())):
+            self._delete_unnamed(session)
         if self._server is not None:
             await self._server.close()
 
     def _handlers(self) -> Mapping[str, Callable[[Json], Awaitable[Json]]]:
         return {
-            "client/config": self._config,
-            "client/dynamic_config": self._empty,
+            "client/dynamic_config": self._dynamic_config,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "telemetry": self._telemetry,
@@ -136,6 +163,8 @@ class TinkerService:
             return _refusal(401, "TINKER_API_KEY is not the key that libra tinker has printed")
         try:
             return await handler(request)
+        except SessionEnded as error:
+            return _refusal(410, words_for_client(error))
         except LibraError as error:
             return _refusal(422, words_for_client(error))
         except (KeyError, TypeError, ValueError) as error:
@@ -146,8 +175,15 @@ class TinkerService:
     async def _empty(self, told: Json) -> Json:
         return {"status": "ok"}
 
-    async def _config(self, told: Json) -> Json:
-        return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False}
+    async def _config(self, request: web.Request) -> web.Response:
+        told = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False}
+        answer = web.json_response(told)
+        # The SDK asks once, over a connection of its own that it never closes.
+        answer.force_close()
+        return answer
+
+    async def _dynamic_config(self, told: Json) -> Json:
+        return {"sample_cancel_enabled": True}
 
     async def _capabilities(self, told: Json) -> Json:
         known = {"trainable": True, "sampleable": True, "max_context_length": self.model.max_len}
@@ -155,21 +191,55 @@ class TinkerService:
 
     async def _create_session(self, told: Json) -> Json:
         words = "adapters are on attention and MLP layers; train_unembed adds none to the output"
-        return {"session_id": secrets.token_hex(8), "info_message": words}
+        return {"session_id": self._sessions.open(), "info_message": words}
 
     async def _heartbeat(self, told: Json) -> Json:
+        self._sessions.hear(told["session_id"])
         return {"type": "session_heartbeat"}
 
     async def _telemetry(self, told: Json) -> Json:
         return {"status": "accepted"}
 
     async def _finish_session(self, request: web.Request) -> web.Response:
-        """Let go of the adapters of a session whose client has ended, in their memory."""
-        begins = f"{request.match_info['session']}:train:"
-        for model_id in [one for one in self._models if one.startswith(begins)]:
-            del self._models[model_id]
-            await self._workers.train("unload", {"model": model_id})
+        await self._end_session(request.match_info["session"], save_as=None)
         return web.json_response({})
+
+    async def _watch_leases(self) -> None:
+        while True:
+            await asyncio.sleep(self._sessions.lease_s / 10)
+            await self.end_silent_sessions()
+
+    async def end_silent_sessions(self) -> None:
+        """Let go of what sessions have of whose clients nothing was heard for a lease; adapters
+        that were trained since they were saved are saved first."""
+        for name in self._sessions.silent():
+            kept = await self._end_session(name, save_as=LEFT)
+            words = f"nothing was heard of client {name} for {self._sessions.lease_s:.0f} s"
+            self._note("; ".join([f"{words}: its adapters have left memory", *kept]))
+
+    async def _end_session(self, name: str, *, save_as: str | None) -> list[str]:
+        """Let go of all that a session has, in the memory of hosts; return what was saved of it."""
+        session = self._sessions.end(name)
+        await self._futures.cancel_all(name)
+        if session is None:
+            return []
+        kept = []
+        for model_id in session.models:
+            model = self._models.get(model_id)
+            # A process that trains no more has failed, and the service with it, which says why.
+            with contextlib.suppress(LibraError):
+                if model is not None and model.unsaved and save_as is not None:
+                    kept.append("saved " + await self._save(model_id, "weights", save_as))
+                await self._workers.train("unload", {"model": model_id})
+            self._models.pop(model_id, None)
+        for path in set(session.samplers.values()) - self._sessions.sampled_paths() - {None}:
+            await self._loaded.drop(str(path))
+        self._delete_unnamed(session)
+        return kept
+
+    def _delete_unnamed(self, session: ClientSession) -> None:
+        for path in session.unnamed:
+            self._saved.delete(path)
 
     # -- training -------------------------------------------------------------------------------
 
@@ -180,13 +250,16 @@ class TinkerService:
         lora = told.get("lora_config") or {"rank": self.model.max_rank}
         shape, model_id = (
             AdapterShape.of(lora),
-            f"{told['session_id']}:train:{told['model_seq_id']}",
+            f"{told['session_id']}{TRAINS}{told['model_seq_id']}",
         )
         seed = lora.get("seed")
         return self._begin(model_id, self._create(model_id, shape, seed))
 
     def _begin(self, model_id: str, work: Coroutine[Any, Any, Outcome]) -> Json:
-        return {"request_id": self._futures.begin(work), "model_id": model_id}
+        session, owner = self._sessions.hear_of(model_id), session_of(model_id)
+        if model_id not in session.models:
+            session.models.append(model_id)
+        return {"request_id": self._futures.begin(work, owner=owner), "model_id": model_id}
 
     async def _create(self, model_id: str, shape: AdapterShape, seed: int | None) -> Outcome:
         if model_id in self._models:  # asked again
@@ -237,6 +310,7 @@ class TinkerService:
         async def work() -> Outcome:
             order = {"model": told["model_id"], "settings": settings}
             answer = await self._workers.train("step", order)
+            self._trained(told["model_id"]).unsaved = True
             return {"metrics": {"grad_norm:mean": answer["norm"]}}
 
         return self._in_turn(told["model_id"], told["seq_id"], work)
@@ -252,7 +326,7 @@ class TinkerService:
                 return await work()
 
         if number not in turns.known:
-            turns.known[number] = self._futures.begin(waiting())
+            turns.known[number] = self._futures.begin(waiting(), owner=session_of(model_id))
         return {"request_id": turns.known[number], "model_id": model_id}
 
     def _trained(self, model_id: str) -> TrainedModel:
@@ -274,7 +348,9 @@ class TinkerService:
             path = await self._save(told["model_id"], "sampler_weights", told.get("path"))
             if told.get("sampling_session_seq_id") is None:
                 return {"path": path, "type": "save_weights_for_sampler"}
-            sampler = await self._new_sampler(path)
+            session = self._sessions.hear_of(told["model_id"])
+            session.unnamed.append(path)
+            sampler = await self._new_sampler(session, path)
             return {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
 
         return self._in_turn(told["model_id"], told["seq_id"], work)
@@ -282,12 +358,16 @@ class TinkerService:
     async def _save(self, model_id: str, kind: str, name: str | None) -> str:
         order = {"model": model_id, "optimizer": kind == "weights"}
         answer = await self._workers.train("save", order)
-        config = self._trained(model_id).shape.config(self.model.name)
-        return self._saved.save(model_id, kind, name, config=config, tensors=answer["file"])
+        model = self._trained(model_id)
+        config = model.shape.config(self.model.name)
+        path = self._saved.save(model_id, kind, name, config=config, tensors=answer["file"])
+        await self._loaded.drop(path)
+        model.unsaved = model.unsaved and kind != "weights"
+        return path
 
     async def _load_weights(self, told: Json) -> Json:
         path, with_optimizer = told["path"], bool(told["optimizer"])
-        model_id = told.get("model_id") or f"{told['session_id']}:train:{told['model_seq_id']}"
+        model_id = told.get("model_id") or f"{told['session_id']}{TRAINS}{told['model_seq_id']}"
         shape, tensors = self._saved.shape(path), self._saved.load(path)[1]
 
         async def work() -> Outcome:
@@ -315,38 +395,40 @@ class TinkerService:
             self._check_base(told["base_model"])
         return {
             "type": "create_sampling_session",
-            "sampling_session_id": await self._new_sampler(path),
+            "sampling_session_id": await self._new_sampler(
+                self._sessions.hear(told["session_id"]), path
+            ),
         }
 
-    async def _new_sampler(self, path: str | None) -> str:
-        if path is not None and path not in self._on_servers:
-            await self._workers.add_adapter(path, *self._saved.load(path))
-            self._on_servers.add(path)
-        name = f"sampler-{secrets.token_hex(8)}"
-        self._samplers[name] = path
+    async def _new_sampler(self, session: ClientSession, path: str | None) -> str:
+        """Begin a sampling session; servers load its adapter now, so that who asks for a wrong one
+        hears of it."""
+        async with self._loaded.used(path):
+            name = f"sampler-{secrets.token_hex(8)}"
+            session.samplers[name] = path
         return name
 
     async def _sampler(self, request: web.Request) -> web.Response:
         name = request.match_info["sampler"]
-        path = self._adapter_of(name)
+        _, path = self._sessions.sampler(name)
         told = {"sampler_id": name, "base_model": self.model.name, "model_path": path}
         return web.json_response(told)
 
-    def _adapter_of(self, sampler: str) -> str | None:
-        if sampler not in self._samplers:
-            raise NotServed(f"there is no sampling session {sampler}")
-        return self._samplers[sampler]
-
     async def _sample(self, told: Json) -> Json:
-        session = told.get("sampling_session_id") or await self._new_sampler(told.get("model_path"))
-        order = SampleOrder.of(
-            told,
-            adapter=self._adapter_of(session),
-            max_len=self.model.max_len,
-            stop_token_ids=self._workers.stop_token_ids,
+        sampler = told.get("sampling_session_id")
+        owner, path = (
+            ("", told.get("model_path")) if sampler is None else self._sessions.sampler(sampler)
         )
+        order = SampleOrder.of(
+            told, max_len=self.model.max_len, stop_token_ids=self._workers.stop_token_ids
+        )
+
+        async def work() -> Outcome:
+            async with self._loaded.used(path) as adapter:
+                return await sampled(order, adapter, self._workers.sample)
+
         return {
-            "request_id": self._futures.begin(sampled(order, self._workers.sample)),
+            "request_id": self._futures.begin(work(), owner=owner),
             "sample_sequence_ids": [secrets.token_hex(8) for _ in range(order.samples)],
         }
 

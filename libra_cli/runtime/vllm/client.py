@@ -152,10 +152,22 @@ class ServerClient(ControlClient):
         await self._call("adapter", order, timeout_s=PROBE_TIMEOUT_S)
 
     @reads_answers(ServerError)
+    async def remove_adapter(self, name: str) -> None:
+        """Have it let go of an adapter that no turn names any more; raises ServerError."""
+        await self._call("remove adapter", {"name": name}, timeout_s=PROBE_TIMEOUT_S)
+
+    @reads_answers(ServerError)
     async def sample_tokens(self, order: Answer) -> Answer:
-        """Have it generate by an order of ``node.rollout.server``, as it is; raises ServerError."""
+        """Have it generate by an order of ``node.rollout.server``, as it is; whoever gives up
+        waiting has the turn aborted. Raises ServerError."""
         whole = {**_order([], max_tokens=1, cache_salt=UNLOADED), **order}
-        return await self._call("generate", whole, timeout_s=GENERATE_TIMEOUT_S)
+        stream = await self._connected()
+        call, future = stream.begin("generate", whole)
+        try:
+            return await self._answer(stream, call, future, "generate", GENERATE_TIMEOUT_S)
+        except (ServerUnreachable, asyncio.CancelledError):
+            stream.tell("abort", {"call": call})
+            raise
 
     @reads_answers(ServerError)
     async def abort(self, request: int) -> None:

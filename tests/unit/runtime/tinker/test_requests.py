@@ -115,4 +115,4 @@ def test_a_stop_that_is_none_is_refused(stop: object) -> None:
 
 def sample_order(stop: object) -> SampleOrder:
     told = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"stop": stop}}
-    return SampleOrder.of(told, adapter=None, max_len=9, stop_token_ids=[2])
+    return SampleOrder.of(told, max_len=9, stop_token_ids=[2])
