@@ -14,6 +14,7 @@ from libra_cli.config.secrets import known_secrets, masker
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.supervision.quotations import masked_errors
 from libra_cli.runtime.tinker.adapters import SavedAdapters
+from libra_cli.runtime.tinker.address import ServiceAddress
 from libra_cli.runtime.tinker.hosts import TinkerHosts
 from libra_cli.runtime.tinker.service import ServedModel, TinkerService
 
@@ -54,11 +55,12 @@ def serve(
         service = TinkerService(
             model, hosts, SavedAdapters(directory), note=lambda text: note(mask(text))
         )
-        asyncio.run(_served(hosts, service, port, lambda url: ready(_address(url, service))))
 
+        def told(url: str) -> None:
+            ServiceAddress(url, service.key).write(directory)
+            ready(TinkerAddress(url, service.key, service.model.name))
 
-def _address(url: str, service: TinkerService) -> TinkerAddress:
-    return TinkerAddress(url, service.key, service.model.name)
+        asyncio.run(_served(hosts, service, port, told))
 
 
 async def _served(

@@ -83,17 +83,19 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Keep it live until Ctrl-C.")] = False,
 ) -> None:
     """Show a run: slots, servers, step, reward, who waits on whom."""
+    from libra_cli.cli.tinker import serves_tinker, show_service
     from libra_cli.report.status.summary import status_of, to_json
     from libra_cli.report.terminal.console import status_view
 
     with errors_told():
-        told = status_of(run_dir)
-        if as_json:
-            typer.echo(to_json(told))
+        if serves_tinker(run_dir):
+            show_service(run_dir, as_json=as_json)
+        elif as_json:
+            typer.echo(to_json(status_of(run_dir)))
         elif watch:
             _watch(run_dir)
         else:
-            out.print(status_view(told, now=time.time()))
+            out.print(status_view(status_of(run_dir), now=time.time()))
 
 
 def _watch(run_dir: Path | None) -> None:

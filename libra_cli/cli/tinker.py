@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeGuard
 
 import typer
 
@@ -50,3 +51,22 @@ def tinker(
             ready=ready,
             note=lambda text: err.print(text, markup=False, highlight=False),
         )
+
+
+def serves_tinker(directory: Path | None) -> TypeGuard[Path]:
+    """Whether a directory is that of what clients of ``libra tinker`` save."""
+    from libra_cli.runtime.tinker.address import has_service
+
+    return directory is not None and has_service(directory)
+
+
+def show_service(directory: Path, *, as_json: bool) -> None:
+    """Print the clients of a service and their adapters. Raises StateError if it has ended."""
+    from libra_cli.report.terminal.tinker import service_view
+    from libra_cli.runtime.tinker.address import ask_status
+
+    told = ask_status(directory)
+    if as_json:
+        typer.echo(json.dumps(told, indent=2))
+    else:
+        out.print(service_view(told))

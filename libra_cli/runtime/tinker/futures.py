@@ -63,6 +63,10 @@ class Futures:
         if name in self._tasks:
             self._tasks[name].cancel()
 
+    def under_way(self) -> int:
+        """Return the number of requests that are not done."""
+        return sum(not task.done() for task in self._tasks.values())
+
     async def cancel_all(self, owner: str) -> None:
         """End the work of all requests of an owner, and wait until it has ended."""
         tasks = [self._tasks[name] for name, one in self._owners.items() if one == owner]

@@ -21,8 +21,9 @@ from libra_cli.config.errors import LibraError
 from libra_cli.runtime.processes.loopback import LoopbackServer
 from libra_cli.runtime.processes.stream import Answer
 from libra_cli.runtime.tinker.adapters import ALPHA, AdapterShape, SavedAdapters
+from libra_cli.runtime.tinker.address import STATUS
 from libra_cli.runtime.tinker.futures import Futures, Outcome, words_for_client
-from libra_cli.runtime.tinker.loaded import AdapterServers, LoadedAdapters
+from libra_cli.runtime.tinker.loaded import ADAPTERS_IN_MEMORY, AdapterServers, LoadedAdapters
 from libra_cli.runtime.tinker.sampling import SampleOrder, sampled
 from libra_cli.runtime.tinker.sessions import (
     TRAINS,
@@ -63,8 +64,14 @@ class TrainedModel:
 
     shape: AdapterShape
     turns: Turns = field(default_factory=Turns)
+    steps: int = 0
+    """Steps of its optimizer, since it was created or loaded."""
     unsaved: bool = False
     """Whether it was trained since its state was saved."""
+
+    def told(self) -> Json:
+        """Return what ``libra status`` tells of it."""
+        return {"rank": self.shape.rank, "steps": self.steps, "unsaved": self.unsaved}
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +121,7 @@ class TinkerService:
         app = web.Application(middlewares=[self._guard], client_max_size=LONGEST_BODY)
         for name, handler in self._handlers().items():
             app.router.add_post(f"{API}/{name}", _json(handler))
+        app.router.add_get(STATUS, _json(self._status))
         app.router.add_get(f"{API}/healthz", _json(self._empty))
         app.router.add_get(f"{API}/get_server_capabilities", _json(self._capabilities))
         app.router.add_get(f"{API}/samplers/{{sampler}}", self._sampler)
@@ -241,6 +249,33 @@ class TinkerService:
         for path in session.unnamed:
             self._saved.delete(path)
 
+    def status(self) -> Json:
+        """Return what ``libra status`` tells: clients, with the seconds since each was heard of,
+        and the adapters that they train."""
+        return {
+            "format": 1,
+            "model": self.model.name,
+            "requests": self._futures.under_way(),
+            "adapters_on_servers": len(self._loaded),
+            "most_adapters_on_servers": ADAPTERS_IN_MEMORY,
+            "clients": [
+                {
+                    "client": name,
+                    "heard_s": heard_s,
+                    "samplers": len(session.samplers),
+                    "adapters": [
+                        {"model": one, **self._models[one].told()}
+                        for one in session.models
+                        if one in self._models
+                    ],
+                }
+                for name, heard_s, session in self._sessions.heard()
+            ],
+        }
+
+    async def _status(self, told: Json) -> Json:
+        return self.status()
+
     # -- training -------------------------------------------------------------------------------
 
     async def _create_model(self, told: Json) -> Json:
@@ -310,7 +345,8 @@ class TinkerService:
         async def work() -> Outcome:
             order = {"model": told["model_id"], "settings": settings}
             answer = await self._workers.train("step", order)
-            self._trained(told["model_id"]).unsaved = True
+            model = self._trained(told["model_id"])
+            model.steps, model.unsaved = model.steps + 1, True
             return {"metrics": {"grad_norm:mean": answer["norm"]}}
 
         return self._in_turn(told["model_id"], told["seq_id"], work)

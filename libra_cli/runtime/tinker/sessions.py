@@ -72,6 +72,11 @@ class Sessions:
         """Return the ids of all sessions."""
         return list(self._sessions)
 
+    def heard(self) -> list[tuple[str, float, ClientSession]]:
+        """Return all sessions with their ids, and the seconds since each was heard of."""
+        now = self._clock()
+        return [(name, now - one.heard_at, one) for name, one in self._sessions.items()]
+
     def silent(self) -> list[str]:
         """Return the ids of sessions whose lease is over."""
         oldest = self._clock() - self.lease_s

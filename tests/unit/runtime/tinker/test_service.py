@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import threading
 import time
 from array import array
@@ -12,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from libra_cli.cli.main import app
 from libra_cli.config.errors import TrainerError
 from libra_cli.runtime.tinker.adapters import SavedAdapters
+from libra_cli.runtime.tinker.address import ServiceAddress
 from libra_cli.runtime.tinker.service import ServedModel, TinkerService
 from libra_cli.runtime.tinker.sessions import Sessions
 from tests.live import require
@@ -266,6 +270,35 @@ def test_a_client_that_is_not_heard_of_for_a_lease_is_saved_and_let_go_of(served
         sampled.result(DEADLINE_S)
     with pytest.raises(sdk.TinkerError, match="there is no model"):
         gone.forward_backward([datum(1)], "cross_entropy").result(DEADLINE_S)
+
+
+def test_status_tells_of_clients_and_adapters_and_that_a_service_has_ended(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    ServiceAddress(served.url, served.service.key).write(served.directory)
+    assert (served.directory / "service.json").stat().st_mode & 0o077 == 0
+    client, idle = served.client(), served.client()
+    training = trained(client, 3)
+    step(training, 2)[1].result(DEADLINE_S)
+    training.save_weights_and_get_sampling_client().result(DEADLINE_S)
+    idle.create_sampling_client(base_model=BASE).result(DEADLINE_S)
+    served.now = 42.0
+    told = CliRunner().invoke(app, ["status", str(served.directory)])
+    assert told.exit_code == 0, told.output
+    lines = [line.split() for line in told.output.splitlines()]
+    assert max(map(len, told.output.splitlines())) <= 80
+    assert lines[0] == ["libra", "tinker", BASE]
+    assert " ".join(lines[1]) == "2 clients, 0 requests under way, 1 of 32 adapters on servers"
+    session = training.model_id.partition(":")[0]
+    assert [session, "0", "8", "1", "not", "saved", "1", "42", "s", "ago"] in lines
+    found = json.loads(CliRunner().invoke(app, ["status", "--json", str(served.directory)]).output)
+    adapter = {"model": training.model_id, "rank": 8, "steps": 1, "unsaved": True}
+    assert [one["adapters"] for one in found["clients"]] == [[adapter], []]
+    ServiceAddress("http://127.0.0.1:9", "tml-old").write(served.directory)
+    ended = CliRunner().invoke(app, ["status", str(served.directory)])
+    assert ended.exit_code == 1
+    assert f"no libra tinker serves {served.directory}" in " ".join(ended.output.split())
 
 
 def wait_until(condition: Any) -> None:
