@@ -7,7 +7,7 @@ from typing import Any
 
 from libra_cli.node.connections import Connections
 from libra_cli.node.rollout.server import Server
-from libra_cli.node.rollout.turn import TurnTokens
+from libra_cli.node.rollout.turn import TurnRefused, TurnTokens
 from libra_cli.node.unix_socket import bind_unix
 from tests.sockets import socket_path
 
@@ -25,6 +25,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.changed = threading.Event()
         self.loaded: list[str] = []
+        self.adapters: dict[str, bytes] = {}
         #: What the next load cannot prove, and why.
         self.unproved: dict[str, list[str]] = {"different": [], "untraced": []}
         #: What it says of the prompts that it scores.
@@ -51,6 +52,13 @@ class FakeEngine:
                 del self.turns[name]
                 ended.append((name, turn.answer("length")))
         return ended
+
+    def add_adapter(self, name: str, config: str, tensors: bytes) -> None:
+        self.adapters[name] = tensors
+
+    def remove_adapter(self, name: str) -> None:
+        if self.adapters.pop(name, None) is None:
+            raise TurnRefused(f"this server has no adapter {name}")
 
     def abort(self, name: str) -> dict[str, Any] | None:
         self.aborted.append(name)

@@ -107,6 +107,10 @@ class SavedAdapters:
         except OSError as error:
             raise StateError(f"nothing is saved as {path} ({place})") from error
 
+    def has(self, path: str) -> bool:
+        """Whether something is saved there; raises LibraError for a path of no service."""
+        return (self._place(path) / CONFIG).is_file()
+
     def delete(self, path: str) -> None:
         """Delete a saved adapter, if there is one; raises LibraError for a path of none."""
         shutil.rmtree(self._place(path), ignore_errors=True)

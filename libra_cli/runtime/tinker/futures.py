@@ -15,6 +15,8 @@ from libra_cli.config.errors import LibraError
 
 MOST_ANSWERS = 4096
 """Answers that are kept; a client asks for each within moments, so this is many clients' work."""
+MOST_BYTES = 1 << 30
+"""Bytes of answers that are kept, which are log-probabilities of whole batches; chosen."""
 WAIT_S = 20.0
 """How long a question waits for its answer; the SDK's own limit is 45 seconds."""
 
@@ -25,8 +27,9 @@ Outcome: TypeAlias = bytes | dict[str, Any]
 class Futures:
     """The requests of all clients, by their ids."""
 
-    def __init__(self, most: int = MOST_ANSWERS) -> None:
+    def __init__(self, most: int = MOST_ANSWERS, most_bytes: int = MOST_BYTES) -> None:
         self._most = most
+        self._most_bytes = most_bytes
         self._tasks: dict[str, asyncio.Task[Outcome]] = {}
         self._owners: dict[str, str] = {}
 
@@ -35,10 +38,17 @@ class Futures:
         name = secrets.token_hex(12)
         self._owners[name] = owner
         self._tasks[name] = asyncio.create_task(work, name=f"tinker request {name}")
-        done = [key for key, task in self._tasks.items() if task.done()]
-        for key in done[: max(0, len(done) - self._most)]:
-            del self._tasks[key], self._owners[key]
+        self._push_out()
         return name
+
+    def _push_out(self) -> None:
+        """Keep as many of the newest answers as may be kept."""
+        kept_bytes = 0
+        done = [key for key, task in self._tasks.items() if task.done()]
+        for place, key in enumerate(reversed(done)):
+            kept_bytes += _size(self._tasks[key])
+            if place >= self._most or kept_bytes > self._most_bytes:
+                del self._tasks[key], self._owners[key]
 
     async def outcome(self, name: str, wait_s: float = WAIT_S) -> Outcome | None:
         """Return what came of a request, or None where it is not done after ``wait_s``.
@@ -79,6 +89,14 @@ class Futures:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+
+def _size(task: asyncio.Task[Outcome]) -> int:
+    """Return the bytes of a done request's answer; what is JSON is small."""
+    if task.cancelled() or task.exception() is not None:
+        return 0
+    answer = task.result()
+    return len(answer) if isinstance(answer, bytes) else 0
 
 
 def words_for_client(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from aiohttp import web
 from libra_cli.config.errors import LibraError
 from libra_cli.runtime.processes.loopback import LoopbackServer
 from libra_cli.runtime.processes.stream import Answer
-from libra_cli.runtime.tinker.adapters import ALPHA, AdapterShape, SavedAdapters
+from libra_cli.runtime.tinker.adapters import ALPHA, SCHEME, AdapterShape, SavedAdapters
 from libra_cli.runtime.tinker.address import STATUS
 from libra_cli.runtime.tinker.futures import Futures, Outcome, words_for_client
 from libra_cli.runtime.tinker.loaded import ADAPTERS_IN_MEMORY, AdapterServers, LoadedAdapters
@@ -366,9 +366,13 @@ class TinkerService:
         return {"request_id": turns.known[number], "model_id": model_id}
 
     def _trained(self, model_id: str) -> TrainedModel:
-        if model_id not in self._models:
-            raise NotServed(f"there is no model {model_id}")
-        return self._models[model_id]
+        if model_id in self._models:
+            return self._models[model_id]
+        left = f"{SCHEME}{model_id}/weights/{LEFT}"
+        hint = (
+            f"nothing was heard of its client: go on from {left}" if self._saved.has(left) else ""
+        )
+        raise NotServed(f"there is no model {model_id}", hint=hint)
 
     # -- saving and loading ---------------------------------------------------------------------
 

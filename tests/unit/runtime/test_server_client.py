@@ -89,6 +89,24 @@ def test_who_stops_waiting_for_a_turn_has_it_aborted():
     assert len(play(scene)) == 1
 
 
+def test_who_stops_waiting_for_a_sample_has_it_aborted_before_its_adapter_is_let_go_of():
+    async def scene(client: ServerClient, engine: FakeEngine) -> tuple[list[str], list[str]]:
+        for name in ("a", "b"):
+            await client.add_adapter(name, "{}", b"tensors")
+        order = {"prompt_ids": array("i", [1, 2]).tobytes(), "max_tokens": 0, "adapter": "a"}
+        asked = asyncio.create_task(client.sample_tokens(order))
+        await client.check()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await client.remove_adapter("a")
+        with pytest.raises(ServerError, match="no adapter a"):
+            await client.remove_adapter("a")
+        return engine.aborted, list(engine.adapters)
+
+    aborted, adapters = play(scene)
+    assert (len(aborted), adapters) == (1, ["b"])
+
+
 def test_a_turn_on_a_connection_that_is_lost_has_failed_and_the_next_call_connects_again():
     async def scene(client: ServerClient, engine: FakeEngine) -> Any:
         asked = asyncio.create_task(client.generate(turn(5, 0), SAMPLING))

@@ -70,6 +70,8 @@ ALLOWED: dict[str, str] = {
     "runtime/frozen/server.py": "results of futures that are done",
     "runtime/hosts/cluster.py:until_reached": "the run's life: its owner cancels it",
     "runtime/tinker/futures.py:outcome": "the result of a task that is done",
+    "runtime/tinker/futures.py:_size": "the result of a task that is done",
+    "runtime/tinker/sampling.py:sampled": "the results of tasks that are done",
     "runtime/tinker/hosts.py:until_failed": "the service's life; an interrupt ends it",
     "runtime/session.py:_leave_models": "exports, after the run; whoever waits ends them",
     "runtime/trainer/run_exports.py:leave": "exports, after the run; whoever waits ends them",

@@ -74,6 +74,25 @@ def test_answers_are_kept_until_newer_ones_push_them_out() -> None:
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
+def test_large_answers_push_out_older_ones_of_which_there_are_few() -> None:
+    async def answer(size: int) -> Outcome:
+        return b"x" * size
+
+    async def scene() -> None:
+        futures = Futures(most_bytes=100)
+        names = []
+        for size in (60, 30, 60, 10):
+            names.append(futures.begin(answer(size)))
+            await futures.outcome(names[-1])
+        futures.begin(asyncio.sleep(0, {}))
+        assert [len(await futures.outcome(one) or b"") for one in names[1:]] == [30, 60, 10]
+        with pytest.raises(KeyError):
+            await futures.outcome(names[0])
+        await futures.close()
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
 def test_saved_adapters_are_found_by_their_paths_and_no_others(tmp_path: Path) -> None:
     saved = SavedAdapters(tmp_path)
     shape = AdapterShape.of({"rank": 8, "train_mlp": False})
