@@ -43,12 +43,31 @@ def main(parent: int, channel: int) -> None:
         return
     with socket.socket(fileno=channel) as asked:
         while (fds := _next(asked, watched)) is not None:
-            pid = os.fork()
-            if pid == 0:
-                asked.close()
-                _serve_and_end(fds[0])
-            _close(fds)
+            _fork_server(asked, fds)
     # Whatever still serves ends with its socket.
+
+
+def _fork_server(asked: socket.socket, fds: list[int]) -> None:
+    """Serve a new sandbox in a process of its own."""
+    try:
+        pid = os.fork()
+    except OSError as error:
+        with socket.socket(fileno=fds[0]) as channel:
+            if calls := _next(channel):
+                _refuse(calls, error)
+        return
+    if pid == 0:
+        asked.close()
+        _serve_and_end(fds[0])
+    _close(fds)
+
+
+def _refuse(fds: list[int], error: OSError) -> None:
+    """Answer a call for which no process can be forked; whatever else there is goes on."""
+    with socket.socket(fileno=fds[0]) as caller, contextlib.suppress(ConnectionOver):
+        receive(caller)  # what is closed unread, its other end cannot read from either
+        send(caller, {"failed": f"no process can be started on this host: {error.strerror}"})
+    _close(fds[1:])
 
 
 def _next(asked: socket.socket, other: int = -1) -> list[int] | None:
@@ -132,7 +151,11 @@ def _answer(place: Enclosure, asked: socket.socket, fds: list[int]) -> None:
         place.revive()
     except (PlaceFailed, OSError) as error:
         failed = str(error)
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:
+        _refuse(fds, error)
+        return
     if pid != 0:
         _close(fds)
         place.news = ""
