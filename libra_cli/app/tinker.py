@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli.config.recipe import ModelSpec
 from libra_cli.config.secrets import known_secrets, masker
+from libra_cli.runtime.hosts.owned_directory import OwnedDirectory
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.supervision.quotations import masked_errors
 from libra_cli.runtime.tinker.adapters import SavedAdapters
@@ -47,10 +47,8 @@ def serve(
     """
     recipe = load_recipe(recipe_path)
     mask = masker(known_secrets(recipe))
-    with masked_errors(mask), tempfile.TemporaryDirectory(prefix="libra-tinker-") as work:
-        hosts = TinkerHosts(
-            recipe, Path(work), max_rank=max_rank, note=lambda text: note(mask(text))
-        )
+    with masked_errors(mask), OwnedDirectory("tinker") as work:
+        hosts = TinkerHosts(recipe, work, max_rank=max_rank, note=lambda text: note(mask(text)))
         model = _model(recipe.model, str(hosts.model_dir), max_rank, served_model_name)
         service = TinkerService(
             model, hosts, SavedAdapters(directory), note=lambda text: note(mask(text))
