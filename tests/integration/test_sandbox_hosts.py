@@ -18,7 +18,7 @@ from libra_cli.core.types import TrajectoryId
 from libra_cli.runtime.episodes.player import Episodes
 from tests.integration.test_environment_hosts import cluster_of, renderer
 from tests.integration.test_hosts import PULSE_S, net, opened, run_id
-from tests.netns import Network, marked, missing
+from tests.netns import Network, SshHost, marked, missing
 from tests.sandboxes import needs_sandboxes
 
 LEASE_S = 3.0
@@ -38,7 +38,7 @@ pytestmark = [
 def test_nothing_is_left_when_controller_and_agent_are_killed(
     net: Network, tmp_path: Path, run_id: str, renderer
 ) -> None:
-    show_all_of_proc(net)
+    show_all_of_proc(net, net.hosts[0])
     rows = tmp_path / "tasks.jsonl"
     rows.write_text(json.dumps({"instruction": "Wait.", "check": "true"}))
     spec = EnvironmentSpec.model_validate(
@@ -95,10 +95,10 @@ def test_nothing_is_left_when_controller_and_agent_are_killed(
         time.sleep(0.1)
 
 
-def show_all_of_proc(net: Network) -> None:
+def show_all_of_proc(net: Network, host: SshHost) -> None:
     """Take away the boot id of the host's own: the kernel lets nobody mount a /proc beside one that
     is covered in part, as containers' are."""
-    inside = ["nsenter", "--target", str(net.machine(net.hosts[0]).init), "--mount", "--pid"]
+    inside = ["nsenter", "--target", str(net.machine(host).init), "--mount", "--pid"]
     subprocess.run([*inside, "umount", "/proc/sys/kernel/random/boot_id"], check=True)
 
 

@@ -1,7 +1,8 @@
 """The helper process of this one, and calls to the sandboxes that it makes.
 
 It is started with the first sandbox, whichever thread opens that, and anew in a process that was
-forked since. It is no child that anybody waits for: it ends when this process does.
+forked since, unless it was shared before (``share_helper``). It is no child that anybody waits for:
+it ends when this process does.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class _Helper:
 
     def __init__(self) -> None:
         self.owner = os.getpid()
+        self.shared = False
+        """Whether processes that were forked from this one ask it too."""
         self._asked, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             code = f"import sys; sys.path[:] = {sys.path!r}; from {_MODULE} import main; "
@@ -55,7 +58,9 @@ class _Helper:
 
     @property
     def alive(self) -> bool:
-        return self.owner == os.getpid() and self._process.poll() is None
+        if self.owner != os.getpid():
+            return self.shared  # it ends with its owner, or fails to make a channel
+        return self._process.poll() is None
 
     def channel(self) -> socket.socket:
         """Return the socket of a new server.
@@ -83,9 +88,23 @@ _helpers: list[_Helper] = []
 
 def _new_channel() -> socket.socket:
     with _lock:
+        if _helpers and _helpers[0].alive:
+            with contextlib.suppress(OSError):  # it has ended just now
+                return _helpers[0].channel()
+        _helpers[:] = [_Helper()]
+        return _helpers[0].channel()
+
+
+def share_helper() -> None:
+    """Have the processes that this one will fork open their sandboxes by its own helper.
+
+    Each sandbox still ends with the process that has opened it, by its socket; all of them end with
+    this process. A helper of each would cost 9 MiB and the start of a Python.
+    """
+    with _lock:
         if not _helpers or not _helpers[0].alive:
             _helpers[:] = [_Helper()]
-        return _helpers[0].channel()
+        _helpers[0].shared = True
 
 
 # A fork may happen while another thread holds the lock.

@@ -37,6 +37,7 @@ from typing import Any, NoReturn
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.protocol import Environment
+from libra_cli.envs.sandbox.client import share_helper
 from libra_cli.envs.workers import wire, worker
 from libra_cli.envs.workers.wire import Frames, Kind
 
@@ -144,6 +145,8 @@ class ForkServer:
             make = worker.maker(hello)
             _load_once(make(), own_tasks=hello["own_tasks"])
             self._make = make if _threads() == 1 else None
+            if self._make is not None and (hello["sandbox"] or {}).get("backend") == "bubblewrap":
+                share_helper()
         except EnvironmentBroken as error:
             broke = [str(error), error.hint]
         except BaseException as error:  # noqa: BLE001  other people's code

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -252,6 +253,44 @@ def test_a_forked_process_has_sandboxes_of_its_own(closed_in: Sandbox) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert closed_in.run("echo on").stdout == "on\n"
     assert len(client._helpers) == 1
+
+
+def test_a_forked_process_may_use_the_helper_and_its_sandboxes_end_with_it(
+    closed_in: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (helper,) = client._helpers
+    monkeypatch.setattr(helper, "shared", False)  # as it is again afterwards
+    client.share_helper()
+    before = served_by(helper._process.pid)
+    heard, told = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            first = opened()
+            os.write(told, f"{first.run('exit 9').code} {client._helpers == [helper]}\n".encode())
+            helper._asked.close()  # as if it had died: there is another then
+            one = opened()
+            os.write(told, f"{one.run('exit 8').code} {client._helpers == [helper]}\n".encode())
+            time.sleep(60.0)
+        finally:
+            os._exit(1)
+    os.close(told)
+    with os.fdopen(heard) as lines:
+        assert lines.readline() == "9 True\n"
+        assert len(served_by(helper._process.pid)) == len(before) + 1
+        assert lines.readline() == "8 False\n"
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    deadline = time.monotonic() + 20.0
+    while served_by(helper._process.pid) != before:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert closed_in.run("echo on").stdout == "on\n"
+
+
+def served_by(helper: int) -> set[str]:
+    """The servers of a helper's sandboxes."""
+    return set(Path(f"/proc/{helper}/task/{helper}/children").read_text().split())
 
 
 def test_a_socket_of_its_loopback_is_answered_from_outside(closed_in: Sandbox) -> None:
