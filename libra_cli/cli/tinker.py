@@ -49,7 +49,7 @@ def tinker(
             max_rank=max_rank,
             served_model_name=served_model_name,
             ready=ready,
-            note=lambda text: err.print(text, markup=False, highlight=False),
+            note=lambda text: err.print(text, markup=False, highlight=False, soft_wrap=True),
         )
 
 
