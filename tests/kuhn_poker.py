@@ -6,6 +6,8 @@ At each of the twelve information states the model's probabilities of the legal 
 token that ends a turn, are those of its policy; what it gives to anything else is left out, and
 told as ``illegal``. Exploitability is what a best response wins of it a game, the mean over both
 places: 0 of an equilibrium, 0.458 of play at random. The value of the game is -1/18 for the first.
+``against_first`` is what a model wins of the first that was typed, the mean over both places: no
+more than that one's exploitability.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from libra_cli.envs.protocol import Message, NextTurn
 from libra_cli.runtime.episodes.renderer import Renderer
 
 MOVES = ("Pass", "Bet")
-NUMBERS = ("exploitability", "first", "illegal")
+NUMBERS = ("exploitability", "first", "illegal", "against_first")
 
 
 def decisions() -> dict[str, list[Message]]:
@@ -71,12 +73,15 @@ def probability(model: Any, context: list[int], turn: list[int]) -> float:
     return float(chosen.sum().exp())
 
 
-def measured(directory: Path) -> dict[str, Any]:
-    """Return a model's exploitability, what its first player gains, and its probability of Bet."""
+def measured(directory: Path, opponent: policy.TabularPolicy | None = None) -> dict[str, Any]:
+    """Return a model's exploitability, what its first player gains, what it wins of an opponent in
+    both places (itself, if there is none), and its probability of Bet.
+    """
     renderer = Renderer(directory)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     game = pyspiel.load_game("kuhn_poker")
     table = policy.TabularPolicy(game)
+    start = game.new_initial_state()
     turns = [[*renderer.encode(move), renderer.end_of_turn] for move in MOVES]
     illegal, bets = 0.0, {}
     for state, conversation in decisions().items():
@@ -85,19 +90,26 @@ def measured(directory: Path) -> dict[str, Any]:
         illegal = max(illegal, 1 - sum(both))
         bets[state] = both[1] / sum(both)
         table.action_probability_array[table.state_lookup[state]] = [1 - bets[state], bets[state]]
-    score = expected_game_score.policy_value(game.new_initial_state(), [table, table])
+    score = expected_game_score.policy_value(start, [table, table])
+    met = opponent or table
+    as_first = expected_game_score.policy_value(start, [table, met])[0]
+    as_second = expected_game_score.policy_value(start, [met, table])[1]
     return {
         "exploitability": float(exploitability.exploitability(game, table)),
         "first": float(score[0]),
         "illegal": illegal,
+        "against_first": float(as_first + as_second) / 2,
         "bets": bets,
+        "table": table,
     }
 
 
 def main() -> None:
     """Print a line for each model that was typed."""
+    first: policy.TabularPolicy | None = None
     for name in sys.argv[1:]:
-        told = measured(Path(name).expanduser())
+        told = measured(Path(name).expanduser(), first)
+        first = first or told["table"]
         bets = " ".join(f"{state} {bet:.2f}" for state, bet in sorted(told["bets"].items()))
         numbers = " ".join(f"{key} {told[key]:.4f}" for key in NUMBERS)
         sys.stdout.write(f"{name}: {numbers}  {bets}\n")

@@ -30,6 +30,7 @@ ENVIRONMENTS = PluginGroup(
         "minigrid": "libra_cli.envs.gyms.minigrid:MiniGrid",
         "openenv": "libra_cli.envs.adapters.openenv:OpenEnvEpisode",
         "openspiel": "libra_cli.envs.gyms.openspiel:OpenSpiel",
+        "opponents": "libra_cli.envs.adapters.opponents:WithOpponents",
         "opposites": "libra_cli.envs.opposites:Opposites",
         "pointer-chase": "libra_cli.envs.pointer_chase:PointerChase",
         "reasoning-gym": "libra_cli.envs.gyms.reasoning:ReasoningGym",

@@ -52,7 +52,7 @@ class Tau2:
     """The environment of one task of a domain of tau2-bench.
 
     ``split`` names the tasks that ``task`` draws from, as the package splits them. ``user`` is the
-    server that plays the customer (``gyms.customer.CustomerSpec``).
+    server that plays the customer (``envs.chat_model.ChatModelSpec``).
 
     Raises:
         EnvironmentBroken: tau2 is not installed, or there is no such domain or split, or the

@@ -407,3 +407,30 @@ class Named(Five):
 
     def reset(self, task, seed):
         return [{"role": "user", "content": task["text"]}]
+
+
+def test_an_episode_that_is_forgotten_while_it_is_scored_is_told_so(renderer, monkeypatch):
+    class Slow(Five):
+        async def score(self, answer):
+            scored.set()
+            await asyncio.sleep(DEADLINE_S)
+
+    scored = asyncio.Event()
+    module = ModuleType(SCRIPTS)
+    module.make = Slow  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, SCRIPTS, module)
+
+    async def main():
+        spec = EnvironmentSpec(name=f"{SCRIPTS}:make", tool_timeout_s=5.0)
+        episodes = Episodes([spec], ["members"], renderer)
+        try:
+            await episodes.start(ONE, 0, task_seed=0, seed=0)
+            turn = asyncio.create_task(episodes.advance(ONE, tokens(renderer, "4"), "stop"))
+            await scored.wait()
+            episodes.forget(ONE)
+            with pytest.raises(EnvironmentBroken, match="the episode was forgotten meanwhile"):
+                await turn
+        finally:
+            await episodes.close()
+
+    asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
