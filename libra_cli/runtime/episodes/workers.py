@@ -162,7 +162,8 @@ class EnvironmentWorkers:
                 return self._begin_at(server)
             self._left.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._left.wait(), LOOK_AGAIN_S)
+                async with asyncio.timeout(LOOK_AGAIN_S):
+                    await self._left.wait()
             give_up = loop.time() + UNREACHABLE_S
 
     async def _with_room(self) -> ForkServerConnection | None:
