@@ -20,6 +20,7 @@ from aiohttp import web
 from libra_cli.config.errors import LibraError
 from libra_cli.runtime.processes.loopback import LoopbackServer
 from libra_cli.runtime.processes.stream import Answer
+from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.tinker.adapters import ALPHA, SCHEME, AdapterShape, SavedAdapters
 from libra_cli.runtime.tinker.address import STATUS
 from libra_cli.runtime.tinker.futures import Futures, Outcome, words_for_client
@@ -109,7 +110,7 @@ class TinkerService:
         self._sessions = Sessions() if sessions is None else sessions
         self._loaded = LoadedAdapters(workers, saved)
         self._note = note
-        self._watch: asyncio.Task[None] | None = None
+        self._background = Background()
         self._server: LoopbackServer | None = None
 
     async def start(self, port: int) -> str:
@@ -131,13 +132,11 @@ class TinkerService:
         app.router.add_post(f"{API}/retrieve_future", self._retrieve)
         self._server = LoopbackServer(app)
         await self._server.start(port)
-        self._watch = asyncio.create_task(self._watch_leases(), name="leases of tinker sessions")
+        self._background.keep("watching the leases of sessions", self._watch_leases)
         return self._server.url
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._background.close()
         await self._futures.close()
         for session in filter(None, map(self._sessions.end, self._sessions.names())):
             self._delete_unnamed(session)

@@ -73,6 +73,7 @@ LOOKED_AT = {
     "supervision/background.py": "catches everything",
     "tinker/futures.py": "told to the client that asks for the outcome",
     "tinker/hosts.py": "of a task group, which raises what they raise",
+    "tinker/sampling.py": "of a task group, which raises what they raise",
     "trainer/rank_watch.py": "awaited at this look or a later one, which takes what it raised",
     "weights/fabric.py": "awaited by all who ask for a seat; sending catches what a host raises",
     "weights/versions.py": "awaited by everybody who wants the version",
