@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr
 
@@ -29,6 +30,11 @@ SERVED = "served"
 KEY = "LIBRA_MODELS_KEY"
 """The name of the environment's secret that opens the run's endpoint."""
 _RESERVED = frozenset({"--uds", "--host", "--port", "--api-key", "--model", "--served-model-name"})
+
+
+def is_loopback(url: str) -> bool:
+    """Whether a URL is of this machine, so that no proxy is asked for it, nor hears its key."""
+    return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 class FrozenModelSpec(Section):

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.config.frozen_models import is_loopback
 from libra_cli.envs.arguments import key_of, spec_of
 from libra_cli.envs.protocol import Message
 
@@ -55,6 +56,8 @@ class ChatModel:
         self._timeout_s = spec.timeout_s
         self._body: dict[str, Any] = {"model": spec.model, **spec.body}
         self._headers = {"Content-Type": "application/json"}
+        proxies = (urllib.request.ProxyHandler({}),) if is_loopback(base) else ()
+        self._opener = urllib.request.build_opener(*proxies)
         self._who = f"{who} at {self._url}"
         if key is not None:
             self._headers["Authorization"] = f"Bearer {key}"
@@ -71,7 +74,7 @@ class ChatModel:
         body = json.dumps({**self._body, **more, "messages": [*messages]}).encode()
         request = urllib.request.Request(self._url, body, self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+            with self._opener.open(request, timeout=self._timeout_s) as response:
                 choice = json.load(response)["choices"][0]
                 message, cut = choice["message"], choice.get("finish_reason") == "length"
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

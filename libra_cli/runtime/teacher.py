@@ -26,6 +26,7 @@ import aiohttp
 
 from libra_cli.config.environment import TeacherSpec
 from libra_cli.config.errors import NONSENSE, TeacherError
+from libra_cli.config.frozen_models import is_loopback
 from libra_cli.core.actions import AskTeacher
 from libra_cli.core.events import TeacherAnswered, TeacherFailed
 from libra_cli.runtime.episodes.renderer import Renderer
@@ -199,7 +200,9 @@ class Teacher:
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=self._spec.timeout_s)
-            self._session = aiohttp.ClientSession(timeout=timeout, trust_env=True)
+            self._session = aiohttp.ClientSession(
+                timeout=timeout, trust_env=not is_loopback(self._url)
+            )
         return self._session
 
 

@@ -36,6 +36,7 @@ import aiohttp
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.config.frozen_models import is_loopback
 from libra_cli.envs.arguments import key_of, spec_of
 from libra_cli.envs.dataset.judge_file import JudgeFile
 from libra_cli.envs.dataset.rewards import Graded, ModelAnswer
@@ -198,7 +199,7 @@ class Judge:
         timeout = aiohttp.ClientTimeout(total=self._spec.timeout_s)
         try:
             async with (
-                aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
+                aiohttp.ClientSession(timeout=timeout, trust_env=not is_loopback(url)) as session,
                 session.post(url, json=body, headers=self._headers) as response,
             ):
                 text = await response.text()

@@ -161,3 +161,10 @@ def test_nonsense_is_refused_in_words(answer: Any):
     entry = {"choices": [{"prompt_logprobs": [None, answer, answer]}]}
     with pytest.raises(TeacherError):
         read_logprobs(entry, TOKENS)
+
+
+def test_one_on_this_machine_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    said, _ = asked(lambda body, _: of(body["prompt"]))
+    assert isinstance(said, TeacherAnswered)

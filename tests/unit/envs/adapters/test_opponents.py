@@ -288,3 +288,13 @@ def test_real_games_are_played_to_their_end(chat: Chat) -> None:
     assert said.done
     (mine,) = made.score("Bet", {"player_1": []}).values()
     assert mine == -made.metrics()["reward/player_0"] == 1.0
+
+
+def test_one_on_this_machine_is_asked_past_a_proxy(
+    chat: Chat, game: Callable[..., WithOpponents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    made = game("b", "c")
+    made.reset(made.task(0, 0), seed=5)
+    assert made.reply("2").role == "a"

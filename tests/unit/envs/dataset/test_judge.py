@@ -260,3 +260,9 @@ def test_a_key_in_place_of_its_name_is_not_told():
 def test_a_column_of_the_prompt_that_a_row_lacks_is_told():
     (broken,) = ask(ChatServer(lambda body: "1"), ["red"], prompt="{answer} {extra.lvl}").rewards
     assert "judge.prompt has {extra.lvl}, and the row has not" in str(broken)
+
+
+def test_one_on_this_machine_is_asked_past_a_proxy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert ask(ChatServer(lambda body: "Score: 1"), ["red"]).rewards == [1.0]
