@@ -13,7 +13,7 @@ EPISODE_MIB = 10
 """MiB of an episode beside what its commands use: a worker and the processes that keep its sandbox.
 ``tests.research.sandbox_crowd`` measures 10.0, of 1,000 of them."""
 EPISODES_A_CORE = 256
-"""Episodes a core. In rest they take 4 % of it: there each takes .15 ms of CPU a second."""
+"""Episodes a core. At rest they take 6 % of it, each .22 ms a second (measured there)."""
 LEFT = 0.5
 """Share of the free memory of a host with slots that is left to episodes; of others it is all."""
 MIB = 1 << 20
