@@ -379,7 +379,8 @@ def _slot_table(summary: RunSummary) -> Table:
         server = servers.get(slot.slot)
         row: list[str | Text] = [slot_label(slot.slot), slot.role, styled(slot.state)]
         if slot.is_frozen:
-            row += [slot.bucket, "", str(slot.running), "", "", "", percent(slot.idle)]
+            row += [slot.bucket, "", str(slot.running), str(slot.waiting), "", ""]
+            row += [percent(slot.idle)]
         if server is None:
             table.add_row(*row)
             continue

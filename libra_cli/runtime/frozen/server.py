@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -35,7 +36,7 @@ ANSWER_S = 30.0
 SILENT_S = 120.0
 """How long a server on a host that answers may say nothing, before another is started; as long as a
 lease, chosen."""
-_HEALTH = "http://server/health"
+_WAITING = re.compile(r"^vllm:num_requests_waiting\{.*\} (\S+)$", re.M)
 
 
 class FrozenServer:
@@ -64,6 +65,7 @@ class FrozenServer:
         self._budget = RestartBudget()
         self._state, self._since = ReplicaState.IDLE, cluster.clock()
         self._lives = 0
+        self._waiting = 0
         self._seconds = _Seconds(cluster.clock)
 
     async def live(self, changed: Callable[[], None]) -> None:
@@ -164,6 +166,7 @@ class FrozenServer:
                 heard_at = loop.time()
             elif loop.time() - heard_at > SILENT_S:
                 return f"has not answered for {loop.time() - heard_at:.0f} s"
+            self._waiting = await _waiting(session)
             self._save(self._row(""))
             await asyncio.wait({self._ended}, timeout=CHECK_EVERY_S)
         return self._ended.result()
@@ -174,6 +177,7 @@ class FrozenServer:
 
     def _row(self, detail: str) -> SlotRecord:
         busy_s, serving_s = self._seconds.told()
+        serves = self._state is ReplicaState.SERVING
         return SlotRecord(
             slot=self._slot.id,
             node=self._slot.node,
@@ -187,7 +191,7 @@ class FrozenServer:
             version=None,
             verified=False,
             running=self.running,
-            waiting=0,
+            waiting=self._waiting if serves else 0,
             busy_s=busy_s,
             serving_s=serving_s,
             restarts=max(0, self._lives - 1),
@@ -231,9 +235,20 @@ class _Seconds:
 
 
 async def _is_well(session: aiohttp.ClientSession) -> bool:
+    return await _page(session, "/health") is not None
+
+
+async def _waiting(session: aiohttp.ClientSession) -> int:
+    """Requests that wait inside the server, which runs as many as it has room for."""
+    page = await _page(session, "/metrics") or ""
+    return int(sum(float(number) for number in _WAITING.findall(page)))
+
+
+async def _page(session: aiohttp.ClientSession, path: str) -> str | None:
+    """Return what a server says there; None if it does not."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     try:
-        async with session.get(_HEALTH, timeout=timeout) as answer:
-            return answer.status == 200
-    except (aiohttp.ClientError, OSError, TimeoutError):
-        return False
+        async with session.get(f"http://server{path}", timeout=timeout) as answer:
+            return await answer.text() if answer.status == 200 else None
+    except (aiohttp.ClientError, OSError, TimeoutError, UnicodeDecodeError):
+        return None

@@ -85,6 +85,7 @@ class Hosts:
             return
         app = web.Application()
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/{path:.*}", partial(self._answer, spec.process))
         runner = web.AppRunner(app, shutdown_timeout=0.01)
         await runner.setup()
@@ -120,6 +121,11 @@ class Hosts:
 
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response(status=200 if self.is_well else 500)
+
+    async def _metrics(self, http: web.Request) -> web.Response:
+        number = 'num_requests_waiting{engine="0",model_name="judge"}'
+        by_reason = 'num_requests_waiting_by_reason{reason="capacity"}'
+        return web.Response(text=f"# HELP\nvllm:{number} 3.0\nvllm:{by_reason} 3.0\n")
 
     async def _answer(self, process: str, http: web.Request) -> web.StreamResponse:
         self.asked.append(process)
@@ -205,6 +211,9 @@ def test_requests_go_to_whoever_has_the_least_to_do(play: Any) -> None:
         assert sorted(run.hosts.asked) == ["model-2", "model-2", "model-3", "model-3"]
         row = await run.until("a/2", "serving")
         assert (row.role, row.pool, row.bucket) == ("model", "models", "judge")
+        while row.waiting == 0:
+            row = await run.until("a/2", "serving")
+        assert row.waiting == 3
         run.hosts.held.set()
         for number, (status, told) in enumerate(await asyncio.gather(*asked)):
             assert (status, told["n"]) == (200, number)
