@@ -19,6 +19,7 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Generate, StartServer
 from libra_cli.core.evaluation.ledger import EvaluationLedger, evaluation_plans
 from libra_cli.core.events import Event, ServerFailed, ServerStarted, TurnGenerated
+from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import EvaluationRecord, Record
 from libra_cli.core.rollout.groups import new_trajectory
@@ -30,6 +31,7 @@ from libra_cli.runtime.episodes.performer import EpisodePlayer, episode_seed
 from libra_cli.runtime.episodes.player import Episodes
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.evaluation.players import EvaluatedEpisodes, SamplingOf, evaluation_players
+from libra_cli.runtime.frozen.models import FrozenModels
 from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.rollout.servers import Servers
@@ -65,6 +67,9 @@ class StandaloneEvaluation:
             clock=time.time,
             note=note,
         )
+        self._models = FrozenModels(
+            frozen_slots(recipe.models, recipe.nodes), self._cluster, _keep_nothing
+        )
         plans = [replace(plan, at_start=True) for plan in evaluation_plans(recipe)]
         retries = max(one.retries for one in recipe.environment)
         self._ledger = EvaluationLedger(plans, retries, new_trajectory)
@@ -82,26 +87,33 @@ class StandaloneEvaluation:
         try:
             self._note("connecting to the hosts")
             await self._cluster.open(self._work / "model")
-            renderer = Renderer(
-                self._work / "model",
-                template_args=self._recipe.model.template_args,
-                tool_format=self._recipe.model.tool_format,
-                images=self._recipe.model.images,
-            )
-            self._player = self._players(renderer)
-            try:
-                await self._player.prepare(self._note)
-                await self._player.check(self._recipe.run.seed)
-                stops, vocabulary = tuple(renderer.stop_token_ids), renderer.vocabulary
-                await self._serve(SamplingOf(self._recipe, stops, vocabulary=vocabulary))
-                await self._play_all()
-            finally:
-                await self._player.close()
+            self._cluster.on_event = self._models.happened
+            async with self._models.opened() as address:
+                self._recipe = self._recipe.served_at(address)
+                await self._evaluate()
         finally:
             self._cluster.on_event = lambda event: None
             for line in await self._cluster.close():
                 self._note(f"not proved gone: {line}")
         return list(self._rows.values())
+
+    async def _evaluate(self) -> None:
+        """Start the servers of the policy, and play. Raises LibraError."""
+        renderer = Renderer(
+            self._work / "model",
+            template_args=self._recipe.model.template_args,
+            tool_format=self._recipe.model.tool_format,
+            images=self._recipe.model.images,
+        )
+        self._player = self._players(renderer)
+        try:
+            await self._player.prepare(self._note)
+            await self._player.check(self._recipe.run.seed)
+            stops, vocabulary = tuple(renderer.stop_token_ids), renderer.vocabulary
+            await self._serve(SamplingOf(self._recipe, stops, vocabulary=vocabulary))
+            await self._play_all()
+        finally:
+            await self._player.close()
 
     def _players(self, renderer: Renderer) -> EpisodePlayer:
         recipe = self._recipe.with_environments(self._cluster.that_play.counted)
@@ -150,6 +162,7 @@ class StandaloneEvaluation:
             self._failure = ProcessError(f"{event.slot}: {event.reason}")
 
     def _happened(self, event: HostEvent) -> None:
+        self._models.happened(event)
         if isinstance(event, Exited):
             self._servers.processes.exited(event)
         elif isinstance(event, LeaseExpired):
