@@ -64,6 +64,11 @@ ENTRIES: Mapping[str, Entry] = {
             curve="train/token_accuracy",
         ),
         Entry("kuhn-poker", "a model plays poker against itself", needs="kuhn-poker-sft"),
+        Entry(
+            "kuhn-poker-frozen",
+            "a model learns to beat a frozen copy of itself",
+            needs="kuhn-poker-sft",
+        ),
         Entry("smollm2", "a language model of 135 million parameters, downloaded"),
         Entry("mixture", "a mixture of experts"),
         Entry("elastic", "a slot changes sides, and a server is killed", kills_a_server=True),
