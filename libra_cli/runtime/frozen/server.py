@@ -89,7 +89,9 @@ class FrozenServer:
         if self._ended.done():
             return
         if isinstance(event, Exited):
-            if (event.node, event.process) == (self._slot.node, self._process().process):
+            gone = event.node, event.process
+            # One that was asked for is of the life before, and may be told of late.
+            if not event.requested and gone == (self._slot.node, self._process().process):
                 self._ended.set_result(how_it_ended(event))
         elif isinstance(event, LeaseExpired) and event.node == self._slot.node:
             self._budget.refill()  # the host's fault
