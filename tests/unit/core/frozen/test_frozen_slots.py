@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pydantic import SecretStr
 
 from libra_cli.config.frozen_models import KEY, ModelsAddress
 from libra_cli.config.recipe import Recipe
@@ -85,7 +86,7 @@ def test_a_dry_run_shows_them_with_the_rest() -> None:
 
 
 def test_what_asks_is_told_where_they_answer_and_the_recipe_says_so_no_longer() -> None:
-    address = ModelsAddress("http://127.0.0.1:5", "word")  # type: ignore[arg-type]
+    address = ModelsAddress("http://127.0.0.1:5", SecretStr("word"))
     told = recipe(
         teacher={"served": "judge"}, training={"loss": "distill"}, rollout={"buckets": None}
     ).served_at(address)
@@ -105,6 +106,6 @@ def test_a_recipe_without_models_is_what_it_was(count: int) -> None:
     made = Recipe.model_validate(
         {"nodes": [{"host": "local", "slots": count + 1}], "model": {"path": "/m"}}
     )
-    address = ModelsAddress("http://127.0.0.1:5", "word")  # type: ignore[arg-type]
+    address = ModelsAddress("http://127.0.0.1:5", SecretStr("word"))
     assert made.served_at(address) == made
     assert frozen_slots(made.models, made.nodes) == ()

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.adapters.opponents import WithOpponents
 from libra_cli.envs.protocol import Finished, NextTurn, Reply, Task, ToolCall, function
+from tests.chat_thread import ChatThread
 
 MODULE = "games_with_opponents"
 User = Mapping[str, Any]
@@ -70,47 +68,19 @@ class Count:
         self.closed = True
 
 
-class Chat:
-    """A server that says what ``says`` returns for a request."""
+class Chat(ChatThread):
+    """A server that says what ``text`` returns for a request."""
 
     def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.says: Callable[[dict[str, Any]], str] = lambda body: "1"
-        self.finish_reason = "stop"
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.requests.append(body)
-                outer.keys.append(self.headers["Authorization"])
-                choice = {
-                    "message": {"content": outer.says(body)},
-                    "finish_reason": outer.finish_reason,
-                }
-                told = json.dumps({"choices": [choice]}).encode()
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(told)))
-                self.end_headers()
-                self.wfile.write(told)
-
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+        super().__init__(lambda body: {"content": self.text(body)})
+        self.text: Callable[[dict[str, Any]], str] = lambda body: "1"
 
 
 @pytest.fixture
 def chat() -> Iterator[Chat]:
     made = Chat()
-    thread = Thread(target=made.http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
-    thread.join()
+    with made.serving():
+        yield made
 
 
 @pytest.fixture
@@ -168,7 +138,7 @@ def test_the_policys_role_may_be_the_last_to_speak(
 def test_an_opponent_that_ends_the_episode_is_scored_and_its_reward_is_not_the_policys(
     chat: Chat, game: Callable[..., WithOpponents]
 ) -> None:
-    chat.says = lambda body: "<think>I win</think> 3"
+    chat.text = lambda body: "<think>I win</think> 3"
     made: Any = game("b", "c")
     made.reset(made.task(0, 0), seed=5)
     said = made.reply("1")
@@ -195,7 +165,7 @@ def test_an_opponent_may_be_asked_again_or_have_said_nothing(
     done: bool,
 ) -> None:
     left = iter(answers)
-    chat.says = lambda body: next(left)
+    chat.text = lambda body: next(left)
     made = game("b", "c")
     made.reset(made.task(0, 0), seed=5)
     assert made.reply("1").done == done
@@ -205,7 +175,7 @@ def test_an_opponent_may_be_asked_again_or_have_said_nothing(
 def test_a_cut_or_empty_answer_is_a_move_like_any_other(
     chat: Chat, game: Callable[..., WithOpponents]
 ) -> None:
-    chat.says, chat.finish_reason = lambda body: "", "length"
+    chat.text, chat.finish_reason = lambda body: "", "length"
     made = game("b", "c")
     made.reset(made.task(0, 0), seed=5)
     assert made.reply("1").messages == [user("c says ")]
@@ -279,7 +249,7 @@ def test_what_cannot_be_played_so_is_refused(
 
 def test_real_games_are_played_to_their_end(chat: Chat) -> None:
     pytest.importorskip("pyspiel", reason="needs the [openspiel] extra")
-    chat.says = lambda body: "Pass"
+    chat.text = lambda body: "Pass"
     model = {"url": chat.url, "model": "m"}
     made = WithOpponents("openspiel", {"player_0": model}, {"game": "kuhn_poker"})
     said = made.reset(made.task(0, 0), seed=1)

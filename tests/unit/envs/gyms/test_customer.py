@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,51 +10,24 @@ import pytest
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.gyms.customer import MOST_CALLS, customer_of
 from libra_cli.envs.protocol import ToolCall, function
+from tests.chat_thread import ChatThread
 
 LOOK = function("look", "Look at the phone.", {})
 
 
-class Server:
-    """Answers requests with what the test says, and keeps them."""
+class Server(ChatThread):
+    """Answers requests with what the test says, in order."""
 
     def __init__(self) -> None:
+        super().__init__(lambda body: self.answers.pop(0) if self.answers else None)
         self.answers: list[Any] = []
-        self.requests: list[dict[str, Any]] = []
-        self.keys: list[str | None] = []
-        self.finish_reason = "stop"
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                length = int(self.headers["Content-Length"])
-                outer.requests.append(json.loads(self.rfile.read(length)))
-                outer.keys.append(self.headers["Authorization"])
-                message = outer.answers.pop(0) if outer.answers else None
-                status = 200 if message is not None else 503
-                body = json.dumps(
-                    {"choices": [{"message": message, "finish_reason": outer.finish_reason}]}
-                ).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
     made = Server()
-    thread = Thread(target=made.http.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield made
-    made.http.shutdown()
-    made.http.server_close()
-    thread.join()
+    with made.serving():
+        yield made
 
 
 def calls(name: str, arguments: str = "{}") -> dict[str, Any]:
