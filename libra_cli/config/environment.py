@@ -313,7 +313,9 @@ class TeacherSpec(Section):
     """The base URL of a server of yours, for example http://gpu-09:8000/v1; /completions is added.
     The controller must reach it.
     """
-    served: str | None = None
+    served: Annotated[
+        str | None, not_with("model.images", True, why="it is asked about tokens alone")
+    ] = None
     """Instead of a URL: the name of a model that the run serves itself (``models``)."""
     model: Annotated[str | None, only_with("url")] = None
     """The model's name at the server. Null: the first that the server lists."""

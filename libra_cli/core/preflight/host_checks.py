@@ -61,7 +61,7 @@ def _too_few(node: NodeSpec, facts: NodeFacts) -> Finding:
 
 def _instances(node: NodeSpec) -> Iterator[Finding]:
     """Stop a process that would need two instances of a GPU: CUDA shows it one (MIG user guide)."""
-    training = sum(pool != "rollout" for pool in node.slot_pools)
+    training = sum(pool not in ("rollout", "models") for pool in node.slot_pools)
     if node.gpus_per_slot > 1 or training > 1:
         yield Finding(
             "gpus",

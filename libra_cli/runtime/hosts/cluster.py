@@ -376,7 +376,8 @@ class Cluster:
         """
         await self.look(self._recipe.node(node), imports=None)
         await self._reserve(self._recipe.node(node))
-        if await self.models.architecture(node) is None:  # its disk is another one now
+        has_policy = any(one.name == node for one in self._recipe.planned_nodes)
+        if has_policy and await self.models.architecture(node) is None:  # its disk is another now
             await self.models.place_again(node, hint=f"libra doctor {self._recipe_path}")
         self._gone.discard(node)
         self._save_node(node, "ready", detail="with a new agent")
