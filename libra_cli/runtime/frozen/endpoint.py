@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import aiohttp
 from aiohttp import web
@@ -59,17 +59,20 @@ class ModelsEndpoint:
             said = f"the run serves no model {name!r}, but {', '.join(dict.fromkeys(known))}"
             return web.json_response({"error": {"message": said}}, status=404)
         body = await http.read()
-        response: web.StreamResponse | None = None
-        while response is None:
-            response = await self._tried(http, await self._serving(name), body)
-        return response
+        failed: set[FrozenServer] = set()
+        while True:
+            server = await self._serving(name, failed)
+            if (response := await self._tried(http, server, body)) is not None:
+                return response
+            failed.add(server)
 
-    async def _serving(self, name: str) -> FrozenServer:
-        """The server of a model that has the least to do, once there is one."""
+    async def _serving(self, name: str, failed: Container[FrozenServer]) -> FrozenServer:
+        """The server of a model that has the least to do, once there is one; of those that have
+        ``failed`` only if there is no other."""
         while True:
             ready = [one for one in self._servers if one.model == name and one.session is not None]
             if ready:
-                return min(ready, key=lambda one: one.running)
+                return min(ready, key=lambda one: (one in failed, one.running))
             await self._changed.wait()
 
     async def _tried(
