@@ -10,12 +10,13 @@
 ``environment`` is an environment with roles, and ``args`` are its own. The policy plays the roles
 that ``opponents`` does not name; between its turns the models of the others speak, by Chat
 Completions, and nothing that they say is trained on. A list of models is a league: which of them
-plays is drawn by the episode's seed, so that all members of a group meet the same one.
+plays is drawn by the task, so that all members of a group meet the same one.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import random
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from libra_cli.envs.chat_model import ChatModel, chat_model_of
 from libra_cli.envs.protocol import Finished, Message, NextTurn, Reply, Task, ToolCall
 
 NAME = "opponents"
+_MEMBERS = ("task", "reset", "step", "reply", "score", "metrics", "close")
 MOST_TURNS = 1000
 """Turns of opponents in a row after which an environment is taken to have no end."""
 
@@ -70,7 +72,10 @@ class WithOpponents:
         secrets: Mapping[str, str] | None = None,
         run_directory: str | None = None,
     ) -> None:
-        self._inner: Any = registry.maker(environment, dict(args or {}), run_directory)()
+        given = dict(args or {})
+        if secrets and registry.takes(registry.find(environment), "secrets"):
+            given["secrets"] = secrets
+        self._inner: Any = registry.maker(environment, given, run_directory)()
         every = tuple(getattr(self._inner, "roles", ()))
         self.roles = tuple(role for role in every if role not in opponents)
         _check(environment, self._inner, every, opponents)
@@ -104,7 +109,7 @@ class WithOpponents:
 
     def reset(self, task: Task, seed: int) -> Any:
         """Begin the task, and play until it is the policy's turn."""
-        drawn = random.Random(seed)
+        drawn = random.Random(json.dumps(task, sort_keys=True, default=str))  # not by the member
         self._playing = {
             role: _Opponent(role, drawn.choice(models), seed)
             for role, models in self._models.items()
@@ -194,7 +199,7 @@ def _check(
             "opponents must leave a role to the policy, and name one",
             hint=f"opponents: some of {', '.join(every)}",
         )
-    if any(inspect.iscoroutinefunction(getattr(inner, name, None)) for name in ("reset", "reply")):
+    if any(inspect.iscoroutinefunction(getattr(inner, name, None)) for name in _MEMBERS):
         raise EnvironmentBroken(
             f"environment {environment!r} is awaited, and opponents are for those that are not"
         )

@@ -192,23 +192,23 @@ def test_a_tool_may_pass_the_turn_to_an_opponent(
     assert chat.requests[0]["messages"] == [user("passed")]
 
 
-def test_a_league_is_drawn_from_by_the_seed_alone(chat: Chat, monkeypatch: Any) -> None:
+def test_a_league_is_drawn_from_by_the_task_alone(chat: Chat, monkeypatch: Any) -> None:
     module: Any = ModuleType(MODULE)
     module.Count = Count
     monkeypatch.setitem(sys.modules, MODULE, module)
     league = [{"url": chat.url, "model": f"m{number}"} for number in range(3)]
     given: dict[str, Any] = {"b": league, "c": league[0]}
 
-    def met(seed: int) -> str:
+    def met(number: int, seed: int) -> str:
         made = WithOpponents(f"{MODULE}:Count", given)
-        made.reset(made.task(0, 0), seed=seed)
+        made.reset(made.task(number, 0), seed=seed)
         made.reply("1")
         b, c = chat.requests[-2:]
         assert c["model"] == "m0"
         return str(b["model"])
 
-    names = [met(seed) for seed in range(12)]
-    assert names == [met(seed) for seed in range(12)]
+    names = [met(number, 1) for number in range(12)]
+    assert names == [met(number, 2) for number in range(12)], "as every member of the group"
     assert set(names) == {"m0", "m1", "m2"}
 
 
