@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from libra_cli.config.frozen_models import FrozenModelSpec
+from libra_cli.config.frozen_models import POOL, FrozenModelSpec
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.core.types import Pool, Slot
 
@@ -36,7 +36,7 @@ def frozen_slots(
         (node, Slot(f"{node.name}/{i}", node.name, _gpus(i, node.gpus_per_slot), Pool.ROLLOUT))
         for node in nodes
         for i, pool in enumerate(node.slot_pools)
-        if pool == "models"
+        if pool == POOL
     ]
     served = [model for model in models for _ in range(model.slots)]
     return tuple(FrozenSlot(model, *place) for model, place in zip(served, slots, strict=True))

@@ -59,8 +59,8 @@ def frozen_models(case: PreflightCase) -> Iterator[Finding]:
                 f"the server of model {name} loads it from the host's own disk",
                 Remedy("host", f"hf download OWNER/NAME --local-dir {path}"),
             )
-    count = len(slots)
-    yield Finding("frozen models", ALL, "fine", f"{count} servers find their models")
+    fine = f"{len(slots)} servers find their models" if slots else "the run serves no others"
+    yield Finding("frozen models", ALL, "fine", fine)
 
 
 def _missing(case: PreflightCase, host: str, path: str) -> Finding:

@@ -30,6 +30,7 @@ from libra_cli.envs.protocol import Finished, Message, NextTurn, Reply, Task, To
 
 NAME = "opponents"
 _MEMBERS = ("task", "reset", "step", "reply", "score", "metrics", "close")
+"""Members of an environment, none of which may be awaited here."""
 MOST_TURNS = 1000
 """Turns of opponents in a row after which an environment is taken to have no end."""
 
@@ -72,10 +73,10 @@ class WithOpponents:
         secrets: Mapping[str, str] | None = None,
         run_directory: str | None = None,
     ) -> None:
-        given = dict(args or {})
+        arguments = dict(args or {})
         if secrets and registry.takes(registry.find(environment), "secrets"):
-            given["secrets"] = secrets
-        self._inner: Any = registry.maker(environment, given, run_directory)()
+            arguments["secrets"] = secrets
+        self._inner: Any = registry.maker(environment, arguments, run_directory)()
         every = tuple(getattr(self._inner, "roles", ()))
         self.roles = tuple(role for role in every if role not in opponents)
         _check(environment, self._inner, every, opponents)
@@ -118,6 +119,7 @@ class WithOpponents:
 
     def step(self, call: ToolCall) -> Any:
         """Run a tool of the environment, and play on if that passes the turn to an opponent."""
+        self._spoke_last = ""
         said = self._inner.step(call)
         played = self._played(said)
         return replace(played, text=said.text) if isinstance(said, NextTurn) else played
@@ -175,8 +177,7 @@ class WithOpponents:
         if isinstance(said, NextTurn):
             return said
         if isinstance(said, Reply):
-            told = said.messages
-            return NextTurn(opponent.role, told, done=said.done)
+            return NextTurn(opponent.role, said.messages, done=said.done)
         return NextTurn(opponent.role, said) if said is not None else NextTurn(done=True)
 
 
