@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -140,14 +140,16 @@ class Session:
 
     async def _begin(self, checkpoint: LastCheckpoint | None) -> End:
         """Open the hosts, choose the first plan for what they have, and start everything."""
-        await self._cluster.open(self._run_dir / "model")
-        begun_with = self._planning.first_plan(self._cluster.gpu_names)
-        self._learn(begun_with.slots)
-        async with self._source() as source:
-            await check_outside(source.recipe, source.renderer)
-            resume = None
-            if checkpoint is not None:
-                resume = await checkpoint.resume(self._cluster.hosts, self._records.note)
+        async with AsyncExitStack() as stack:
+            async with self._cluster.events.all_needed():
+                await self._cluster.open(self._run_dir / "model")
+                begun_with = self._planning.first_plan(self._cluster.gpu_names)
+                self._learn(begun_with.slots)
+                source = await stack.enter_async_context(self._source())
+                await check_outside(source.recipe, source.renderer)
+                resume = None
+                if checkpoint is not None:
+                    resume = await checkpoint.resume(self._cluster.hosts, self._records.note)
             machine = new_machine(self._recipe, begun_with, self._identity, resume)
             return await self._drive(machine, RunMemory(), source, self._start_run)
 
@@ -207,7 +209,6 @@ class Session:
     @asynccontextmanager
     async def _source(self, *, adopts: bool = False) -> AsyncIterator[TrajectorySource]:
         """Open the frozen models, and what trajectories come from, which may ask them."""
-        self._cluster.on_event = self._models.happened
         async with (
             self._models.opened(adopts=adopts) as address,
             open_source(
@@ -248,12 +249,11 @@ class Session:
         reports = HostEvents(self._cluster, performer, post=driver.post)
 
         def happened(event: HostEvent) -> None:
-            self._models.happened(event)
             reports.happened(event)
             if isinstance(event, Exited):  # the next process there may listen elsewhere
                 log.outdated()
 
-        self._cluster.on_event = happened
+        self._cluster.events.subscribe(happened)
         background = Background()
         try:
             first = await begin(performer)
@@ -263,7 +263,7 @@ class Session:
             again = partial(asked_again, machine, memory, asked_before, now=self._clock())
             return await driver.run(performer.perform, first=first, again=again)
         finally:
-            self._cluster.on_event = lambda event: None
+            self._cluster.events.unsubscribe(happened)
             background.cancel()
             await reports.close()
             await performer.close()

@@ -110,8 +110,8 @@ async def _scene(wanted: Recipe, base: Path) -> None:
         ranks = TrainerProcesses(
             wanted, cluster, slots, head=slots[plan.train[0]].node, post=posted.put_nowait
         )
-        cluster.on_event = lambda event: (
-            ranks.processes.exited(event) if isinstance(event, Exited) else None
+        cluster.events.subscribe(
+            lambda event: ranks.processes.exited(event) if isinstance(event, Exited) else None
         )
 
         started = await ranks.perform(StartTrainer(1, plan.train, ""))

@@ -139,7 +139,7 @@ class MeasurementHarness:
             lambda group: self._sampling,
             post=self._post,
         )
-        cluster.on_event = self._happened
+        cluster.events.subscribe(self._happened)
         self._note("starting the servers")
         await asyncio.gather(*(self._start(*pair) for pair in self._plan.servers))
         self._note("starting the trainer")
@@ -160,7 +160,7 @@ class MeasurementHarness:
     async def close(self) -> None:
         """End every process that was started; one that could not be proved gone is noted."""
         self._threads.close()
-        self._cluster.on_event = lambda event: None
+        self._cluster.events.unsubscribe(self._happened)
         if self._servers is not None:
             await self._servers.processes.close()
         if self._ranks is not None:

@@ -32,7 +32,7 @@ from libra_cli.runtime.episodes.player import Episodes
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.evaluation.players import EvaluatedEpisodes, SamplingOf, evaluation_players
 from libra_cli.runtime.frozen.models import FrozenModels
-from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
+from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.store.images import ImageStore
@@ -86,13 +86,13 @@ class StandaloneEvaluation:
         """
         try:
             self._note("connecting to the hosts")
-            await self._cluster.open(self._work / "model")
-            self._cluster.on_event = self._models.happened
-            async with self._models.opened() as address:
-                self._recipe = self._recipe.served_at(address)
-                await self._evaluate()
+            async with self._cluster.events.all_needed():
+                await self._cluster.open(self._work / "model")
+                async with self._models.opened() as address:
+                    self._recipe = self._recipe.served_at(address)
+                    await self._evaluate()
         finally:
-            self._cluster.on_event = lambda event: None
+            self._cluster.events.unsubscribe(self._happened)
             for line in await self._cluster.close():
                 self._note(f"not proved gone: {line}")
         return list(self._rows.values())
@@ -149,7 +149,7 @@ class StandaloneEvaluation:
             images=self._images,
             post=self._post,
         )
-        self._cluster.on_event = self._happened
+        self._cluster.events.subscribe(self._happened)
         await asyncio.gather(*(self._start(*pair) for pair in self._plan.servers))
 
     async def _start(self, slot: SlotId, bucket: Bucket) -> None:
@@ -162,11 +162,8 @@ class StandaloneEvaluation:
             self._failure = ProcessError(f"{event.slot}: {event.reason}")
 
     def _happened(self, event: HostEvent) -> None:
-        self._models.happened(event)
         if isinstance(event, Exited):
             self._servers.processes.exited(event)
-        elif isinstance(event, LeaseExpired):
-            self._failure = ProcessError(f"{event.node}: {event.reason}")
 
     # -- trajectories ---------------------------------------------------------------------------
 

@@ -54,12 +54,14 @@ class FrozenModels:
             live = partial(server.live, self._wake)
             self._background.keep(f"serving {one.model.name} on {one.slot.id}", live)
         endpoint = ModelsEndpoint(self._servers, self._changed)
+        self._cluster.events.subscribe(self.happened)
         try:
             address = await endpoint.start()
             if not adopts:
                 await self._all_serve()
             yield address
         finally:
+            self._cluster.events.unsubscribe(self.happened)
             await endpoint.close()
             await self._background.close()
             for server in self._servers:

@@ -44,6 +44,7 @@ from libra_cli.runtime.hosts.agent_messages import (
     Reconnected,
     Rejoined,
 )
+from libra_cli.runtime.hosts.event_bus import HostEventBus
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.hosts.model_copies import ModelCopies
@@ -142,8 +143,7 @@ class Cluster:
             self.facts,
             partial(self.run_to_end, timeout_s=MODEL_TIMEOUT_S),
         )
-        #: Called with every event of a host; set before the run's machine starts.
-        self.on_event: Callable[[HostEvent], None] = lambda event: None
+        self.events = HostEventBus()
         self._save = save
         self._note = note
         self.reports: dict[str, HostReport] = {}
@@ -380,6 +380,7 @@ class Cluster:
         if has_policy and await self.models.architecture(node) is None:  # its disk is another now
             await self.models.place_again(node, hint=f"libra doctor {self._recipe_path}")
         self._gone.discard(node)
+        self.events.ready(node)
         self._save_node(node, "ready", detail="with a new agent")
         self._wake()
 
@@ -485,7 +486,7 @@ class Cluster:
         elif isinstance(event, Rejoined):
             self._save_node(event.node, "connecting", detail="answers again")
         self._wake()
-        self.on_event(event)
+        self.events.publish(event)
 
     def _wake(self) -> None:
         """Let go on who waits for a node."""

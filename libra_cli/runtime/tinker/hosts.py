@@ -125,7 +125,7 @@ class TinkerHosts:
             lambda group: Sampling(temperature=1.0, top_p=1.0, stop_token_ids=()),
             post=self._post,
         )
-        self._cluster.on_event = self._happened
+        self._cluster.events.subscribe(self._happened)
         self._note("starting the trainer and the servers")
         starts = (self._start_server(*pair) for pair in self._plan.servers)
         try:
@@ -192,7 +192,7 @@ class TinkerHosts:
 
     async def close(self) -> None:
         """End everything, and note what is not proved gone."""
-        self._cluster.on_event = lambda event: None
+        self._cluster.events.unsubscribe(self._happened)
         for line in await self._cluster.close():
             self._note(f"not proved gone: {line}")
 

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from libra_cli.config.errors import HostError, ProcessError
+from libra_cli.config.errors import HostError, HostLost, ProcessError
 from libra_cli.config.frozen_models import ModelsAddress
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.restarts import RestartBudget
@@ -30,6 +30,7 @@ from libra_cli.core.records import Record, SlotRecord
 from libra_cli.runtime.frozen import server as module
 from libra_cli.runtime.frozen.models import FrozenModels
 from libra_cli.runtime.hosts.agent_messages import Exited, LeaseExpired
+from libra_cli.runtime.hosts.event_bus import HostEventBus
 from libra_cli.runtime.hosts.transport import Endpoint
 
 DEADLINE_S = 10.0
@@ -59,9 +60,9 @@ class Hosts:
         self.facts = {"a": HostFacts("a", "python", "/w", "/r", "/v", "a", tmp_dir=str(directory))}
         self.hosts = {"a": SimpleNamespace(expand=lambda path: path)}
         self.lost: set[str] = set()
+        self.events = HostEventBus()
         self.refuses = ""
         self.dies_at_once = False
-        self.models: FrozenModels
         self.started: list[str] = []
         self.running: dict[str, web.AppRunner] = {}
         self.asked: list[str] = []
@@ -110,7 +111,7 @@ class Hosts:
         self.tell_exit(process)
 
     def tell_exit(self, process: str) -> None:
-        self.models.happened(Exited("a", process, 7, 1, "ValueError: no room", requested=False))
+        self.events.publish(Exited("a", process, 7, 1, "ValueError: no room", requested=False))
 
     async def close(self) -> None:
         for process in list(self.running):
@@ -191,10 +192,11 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         async def main() -> Any:
             there: Any = hosts or Hosts(tmp_path)
             slots = frozen_slots(RECIPE.models, RECIPE.nodes)
-            there.models = FrozenModels(slots, there, save)
+            models = FrozenModels(slots, there, save)
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(there.close)
-                address = await stack.enter_async_context(there.models.opened(adopts=adopts))
+                async with there.events.all_needed():
+                    address = await stack.enter_async_context(models.opened(adopts=adopts))
                 found: Coroutine[Any, Any, Any] = scene(Scene(there, address, rows))
                 return await found
 
@@ -310,6 +312,24 @@ def test_a_server_that_never_served_ends_the_run_with_its_own_words(
     assert caught.value.hint in ("libra logs a model-2", "libra logs a model-3")
 
 
+class GivenUp(Hosts):
+    """Hosts of which one is given up before a server was started there; nobody makes it ready."""
+
+    async def until_reached(self, node: str) -> None:
+        self.events.publish(LeaseExpired(node, "no answer for 120 s"))
+        await asyncio.get_running_loop().create_future()
+
+
+def test_a_host_that_is_given_up_before_its_server_was_started_ends_the_start(
+    play: Any, tmp_path: Path
+) -> None:
+    async def scene(run: Scene) -> None:
+        pytest.fail("the run began")
+
+    with pytest.raises(HostLost, match=r"^a: given up after no answer for 120 s$"):
+        play(scene, GivenUp(tmp_path))
+
+
 def test_a_run_that_is_taken_over_waits_for_none_before_it_goes_on(
     play: Any, tmp_path: Path
 ) -> None:
@@ -329,7 +349,7 @@ def test_a_run_that_is_taken_over_waits_for_none_before_it_goes_on(
 def test_one_that_goes_with_its_host_is_started_once_that_is_back(play: Any) -> None:
     async def scene(run: Scene) -> None:
         run.hosts.lost.add("a")
-        run.hosts.models.happened(LeaseExpired("a", "its lease was over"))
+        run.hosts.events.publish(LeaseExpired("a", "its lease was over"))
         row = await run.until("a/2", "failed")
         assert "went with its host: its lease was over" in row.detail
         run.hosts.lost.clear()
