@@ -685,6 +685,31 @@ class ExportRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class FrozenModelRecord:
+    """The files of a frozen model on a host that serves it, as they were read there last."""
+
+    TABLE: ClassVar[str] = "frozen_models"
+    KEY: ClassVar[tuple[str, ...]] = ("model", "node")
+    model: str
+    node: str
+    path: str
+    """The directory of them that the recipe names."""
+    digest: str
+    """SHA-256 of what ``sha256sum`` prints of them in the order of their names; the same on all
+    hosts, or they do not serve."""
+    bytes: int
+    at: float
+    seconds: float
+    """Seconds that reading them took; few where nothing had changed since."""
+    files_json: str = field(metadata=HIDDEN)
+
+    @property
+    def files(self) -> dict[str, tuple[int, str]]:
+        """``files_json``, read: bytes and SHA-256 of each file, by its name."""
+        return {name: (size, told) for name, (size, told) in loads(self.files_json).items()}
+
+
+@dataclass(frozen=True, slots=True)
 class NoteRecord:
     """A note on something that a person must know, of a run that goes on all the same."""
 
@@ -752,6 +777,7 @@ Record: TypeAlias = (
     | DecisionRecord
     | EvaluationRecord
     | ExportRecord
+    | FrozenModelRecord
     | NoteRecord
     | RegretRecord
 )

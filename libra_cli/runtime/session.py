@@ -35,7 +35,7 @@ from libra_cli.runtime.adoption.takeover import Adoption, asked_again, slots_of_
 from libra_cli.runtime.clock import RunClock
 from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.driver import Driver
-from libra_cli.runtime.frozen.models import FrozenModels
+from libra_cli.runtime.frozen.models import FrozenModels, models_of
 from libra_cli.runtime.host_events import HostEvents
 from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent
 from libra_cli.runtime.hosts.cluster import PATIENCE_S, Cluster
@@ -210,7 +210,7 @@ class Session:
     async def _source(self, *, adopts: bool = False) -> AsyncIterator[TrajectorySource]:
         """Open the frozen models, and what trajectories come from, which may ask them."""
         async with (
-            self._models.opened(adopts=adopts) as address,
+            self._models.opened(adopts=adopts, recorded=models_of(self._run_dir)) as address,
             open_source(
                 self._with_places.served_at(address),
                 self._run_dir,

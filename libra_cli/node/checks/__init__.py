@@ -1,1 +1,1 @@
-"""Short programs that try a host's torch before anything is started on it."""
+"""Short programs that try a host's torch, or read its files, before anything of it is used."""

@@ -67,6 +67,7 @@ from libra_cli.core.json_form import json_form
 from libra_cli.core.records import (
     DecisionRecord,
     ExportRecord,
+    FrozenModelRecord,
     NodeRecord,
     PlanRecord,
     ProcessRecord,
@@ -143,6 +144,7 @@ class RunSummary:
     decision: DecisionRecord | None
     checkpoint: step_parts.CheckpointPart | None
     models: list[ExportRecord]
+    frozen_models: list[FrozenModelRecord]
     regret: RegretRecord | None
     warnings: list[WarningPart]
     errors: list[str]
@@ -212,6 +214,7 @@ def summary(reader: Reader, *, now: float) -> RunSummary:
         decision=decided[-1] if decided else None,
         checkpoint=step_parts.checkpoint(steps),
         models=reader.exports(),
+        frozen_models=reader.frozen_models(),
         regret=reader.regret(),
         warnings=warnings_of(reader),
         errors=errors_of(reader, run, slots, syncs),

@@ -6,18 +6,27 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from libra_cli.config.errors import ProcessError
 from libra_cli.config.frozen_models import NOWHERE, ModelsAddress
 from libra_cli.core.frozen.process import frozen_process
 from libra_cli.core.frozen.slots import FrozenSlot
 from libra_cli.core.launch.process import ProcessSpec
-from libra_cli.core.records import Record
+from libra_cli.core.records import FrozenModelRecord, Record
 from libra_cli.runtime.frozen.endpoint import ModelsEndpoint
+from libra_cli.runtime.frozen.files import ServedFiles
 from libra_cli.runtime.frozen.server import FrozenServer
 from libra_cli.runtime.hosts.agent_messages import HostEvent
 from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.supervision.background import Background
+
+
+def models_of(run_dir: Path) -> list[FrozenModelRecord]:
+    """Return what the frozen models of a run were before, as its database has it."""
+    with Reader(run_dir) as reader:
+        return reader.frozen_models()
 
 
 class FrozenModels:
@@ -30,26 +39,31 @@ class FrozenModels:
         self._slots = slots
         self._cluster = cluster
         self._save = save
+        self._files = ServedFiles(cluster, save)
         self._servers: list[FrozenServer] = []
         self._background = Background()
         self._changed = asyncio.Event()
 
     @asynccontextmanager
-    async def opened(self, *, adopts: bool = False) -> AsyncIterator[ModelsAddress]:
+    async def opened(
+        self, *, adopts: bool = False, recorded: Sequence[FrozenModelRecord] = ()
+    ) -> AsyncIterator[ModelsAddress]:
         """Start all servers, and yield the address at which they answer.
 
         One that ``adopts`` goes on with those that a killed controller has left, and waits for
-        none: what is asked of them waits.
+        none: what is asked of them waits. ``recorded`` is what the models were in this run before.
 
         Raises:
-            ProcessError: one ended before it served.
+            ProcessError: one ended before it served, or has other files than another.
         """
+        self._files.recorded(recorded)
         if not self._slots:
             yield NOWHERE
             return
         for one in self._slots:
             process = partial(self._process, one)
-            server = FrozenServer(one, process, self._cluster, self._save)
+            compare = partial(self._files.compare, one)
+            server = FrozenServer(one, process, compare, self._cluster, self._save)
             self._servers.append(server)
             live = partial(server.live, self._wake)
             self._background.keep(f"serving {one.model.name} on {one.slot.id}", live)

@@ -12,8 +12,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 import aiohttp
 
@@ -28,6 +29,7 @@ from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpir
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.exits import how_it_ended
 from libra_cli.runtime.processes.owner import STARTUP_TIMEOUT_S
+from libra_cli.runtime.supervision.background import Background
 
 ASK_EVERY_S = 1.0
 CHECK_EVERY_S = 10.0
@@ -46,10 +48,12 @@ class FrozenServer:
         self,
         frozen: FrozenSlot,
         process: Callable[[], ProcessSpec],
+        compare: Callable[[], Coroutine[Any, Any, str]],
         cluster: Cluster,
         save: Callable[[Record], None],
     ) -> None:
-        """``process`` says what is started, once the host has told of itself."""
+        """``process`` says what is started, once the host has told of itself; ``compare`` returns
+        the digest of what it loads, or raises LibraError if that is not what others load."""
         self.model = frozen.model.name
         self.running = 0
         """Requests that it answers now."""
@@ -59,12 +63,14 @@ class FrozenServer:
         """Done when it has served, or has failed before it ever did."""
         self._slot = frozen.slot
         self._process = process
+        self._compare = compare
         self._cluster = cluster
         self._save = save
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._budget = RestartBudget()
         self._state, self._since = ReplicaState.IDLE, cluster.clock()
         self._lives = 0
+        self._digest = ""
         self._waiting = 0
         self._seconds = _Seconds(cluster.clock)
 
@@ -73,11 +79,12 @@ class FrozenServer:
         node = self._slot.node
         while True:
             await self._cluster.until_reached(node)
+            hint = f"libra logs {node} {self._process().process}"
             try:
                 reason = await self._one_life(changed)
             except LibraError as error:
-                reason = f"did not start: {error}"
-            self._tell_if_first(reason)
+                reason, hint = f"did not serve: {error}", error.hint or hint
+            self._tell_if_first(reason, hint)
             await self._cluster.stop(node, self._process().process)  # what it has left
             pause_s = self._budget.wait_s()
             pause_s = LATER_S if pause_s is None else pause_s
@@ -121,8 +128,14 @@ class FrozenServer:
         await self._cluster.start(process)
         endpoint = await self._cluster.dial(process)
         connector = aiohttp.UnixConnector(path=endpoint.path, limit=0)
-        async with aiohttp.ClientSession(connector=connector) as session:
+        async with (
+            self._comparing() as compared,
+            aiohttp.ClientSession(connector=connector) as session,
+        ):
             await self._until_well(session)
+            # A server that is well is not asked before it is known what it has loaded.
+            either: set[asyncio.Future[Any]] = {self._ended, compared}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
                 return self._ended.result()
             try:
@@ -135,17 +148,38 @@ class FrozenServer:
                 self._seconds.stop()
                 self._budget.worked(now=self._cluster.clock())
 
+    @asynccontextmanager
+    async def _comparing(self) -> AsyncIterator[asyncio.Task[None]]:
+        """Have the model's files read and compared meanwhile; others than they must be end it."""
+        background = Background()
+        try:
+            yield background.start(f"reading the files of {self.model}", self._compared())
+        finally:
+            await background.close()
+
+    async def _compared(self) -> None:
+        try:
+            self._digest = await self._compare()
+        except LibraError as error:
+            if not self._ended.done():
+                self._ended.set_exception(error)
+                self._ended.exception()  # its life may be over before anyone asks
+
     def _serves(self) -> None:
         self._budget.works(now=self._cluster.clock())
         self._seconds.start()
-        self._become(ReplicaState.SERVING)
+        self._become(ReplicaState.SERVING, self._what)
         if not self.first.done():
             self.first.set_result(None)
 
-    def _tell_if_first(self, reason: str) -> None:
+    @property
+    def _what(self) -> str:
+        """The model's files in a few words: those of its other servers are the same."""
+        return f"files {self._digest[:12]}"
+
+    def _tell_if_first(self, reason: str, hint: str) -> None:
         if not self.first.done():
             what = f"model {self.model}: its server on {self._slot.id} {reason}"
-            hint = f"libra logs {self._slot.node} {self._process().process}"
             self.first.set_exception(ProcessError(what, hint=hint))
             self.first.exception()  # nobody may wait for it
 
@@ -169,7 +203,7 @@ class FrozenServer:
             elif loop.time() - heard_at > SILENT_S:
                 return f"has not answered for {loop.time() - heard_at:.0f} s"
             self._waiting = await _waiting(session)
-            self._save(self._row(""))
+            self._save(self._row(self._what))
             await asyncio.wait({self._ended}, timeout=CHECK_EVERY_S)
         return self._ended.result()
 

@@ -33,6 +33,7 @@ from libra_cli.core.records import (
     CreditRecord,
     EvaluationRecord,
     ExportRecord,
+    FrozenModelRecord,
     MoveRecord,
     NodeRecord,
     NoteRecord,
@@ -199,6 +200,11 @@ class Reader:
     def exports(self) -> list[ExportRecord]:
         """The checkpoints that the run made models of, in that order."""
         return self.rows(ExportRecord, order="at")
+
+    def frozen_models(self) -> list[FrozenModelRecord]:
+        """The files of frozen models on the hosts that serve them, those that were read first
+        first."""
+        return self.rows(FrozenModelRecord, order="at")
 
     def regret(self) -> RegretRecord | None:
         """What the run lost to the best plan that stays; None where nobody has found out."""

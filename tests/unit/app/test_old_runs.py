@@ -38,6 +38,7 @@ NEW_RECORDS = (
     r.DecisionRecord,
     r.EvaluationRecord,
     r.ExportRecord,
+    r.FrozenModelRecord,
     r.LateRecord,
     r.NoteRecord,
     r.RegretRecord,

@@ -67,6 +67,7 @@ ALLOWED: dict[str, str] = {
     "runtime/processes/tasks.py:during": "its end cancels the work, which has deadlines of its own",
     "runtime/frozen/endpoint.py": "whoever asks has a limit, and its request ends with it",
     "runtime/frozen/models.py:_all_serve": "each server serves or fails within STARTUP_TIMEOUT_S",
+    "runtime/frozen/server.py:_one_life": "the comparison of files has READ_S",
     "runtime/frozen/server.py": "results of futures that are done",
     "runtime/hosts/cluster.py:until_reached": "the run's life: its owner cancels it",
     "runtime/tinker/futures.py:outcome": "the result of a task that is done",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.cluster.restarts import RestartBudget
 from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
-from libra_cli.core.records import Record, SlotRecord
+from libra_cli.core.records import FrozenModelRecord, Record, SlotRecord
 from libra_cli.runtime.frozen import server as module
 from libra_cli.runtime.frozen.models import FrozenModels
 from libra_cli.runtime.hosts.agent_messages import Exited, LeaseExpired
@@ -61,6 +61,10 @@ class Hosts:
         self.hosts = {"a": SimpleNamespace(expand=lambda path: path)}
         self.lost: set[str] = set()
         self.events = HostEventBus()
+        self.files = {"model.safetensors": [7, "00"]}
+        """What the directory of the model holds."""
+        self.read: asyncio.Event | None = None
+        """Reading them waits for it."""
         self.refuses = ""
         self.dies_at_once = False
         self.started: list[str] = []
@@ -92,6 +96,11 @@ class Hosts:
         await runner.setup()
         await web.UnixSite(runner, self._path(spec.process)).start()
         self.running[spec.process] = runner
+
+    async def answer_of(self, spec: ProcessSpec, *, timeout_s: float) -> Any:
+        if self.read is not None:
+            await self.read.wait()
+        return {"files": dict(self.files)}
 
     async def dial(self, spec: ProcessSpec) -> Endpoint:
         return Endpoint(self._path(spec.process))
@@ -181,13 +190,17 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "SILENT_S", 0.05)
 
     def run(
-        scene: Any, hosts: Hosts | None = None, *, adopts: bool = False
+        scene: Any,
+        hosts: Hosts | None = None,
+        *,
+        adopts: bool = False,
+        recorded: Sequence[FrozenModelRecord] = (),
     ) -> tuple[Any, list[SlotRecord]]:
         rows: list[SlotRecord] = []
 
         def save(record: Record) -> None:
-            assert isinstance(record, SlotRecord)
-            rows.append(record)
+            if isinstance(record, SlotRecord):
+                rows.append(record)
 
         async def main() -> Any:
             there: Any = hosts or Hosts(tmp_path)
@@ -195,8 +208,9 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             models = FrozenModels(slots, there, save)
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(there.close)
+                opened = models.opened(adopts=adopts, recorded=recorded)
                 async with there.events.all_needed():
-                    address = await stack.enter_async_context(models.opened(adopts=adopts))
+                    address = await stack.enter_async_context(opened)
                 found: Coroutine[Any, Any, Any] = scene(Scene(there, address, rows))
                 return await found
 
@@ -371,3 +385,56 @@ def test_one_that_answers_nothing_is_replaced_but_not_while_its_host_is_away(pla
         await run.until("a/3", "serving")
 
     play(scene)
+
+
+def test_no_server_is_asked_before_its_files_are_known(play: Any, tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path)
+    hosts.read = asyncio.Event()
+
+    async def scene(run: Scene) -> None:
+        asked = asyncio.create_task(run.ask())
+        await until(lambda: set(run.hosts.running) == {"model-2", "model-3"})
+        await asyncio.sleep(0.05)
+        assert not run.hosts.asked
+        assert hosts.read is not None
+        hosts.read.set()
+        assert (await asked)[0] == 200
+        assert (await run.until("a/2", "serving")).detail.startswith("files ")
+
+    play(scene, hosts, adopts=True)
+
+
+def test_a_server_with_other_files_than_before_is_never_asked(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        run.hosts.files = {"model.safetensors": [7, "01"]}
+        await run.hosts.kill("model-2")
+        row = await run.until("a/2", "failed")  # it was killed
+        row = await run.until("a/2", "failed")
+        assert row.detail.startswith(
+            "did not serve: /judge on a is not what it was when the run served it before: "
+            "model.safetensors has other bytes; started again in"
+        )
+        for _ in range(4):
+            assert (await run.ask())[1]["by"] == "model-3"
+        run.hosts.files = {"model.safetensors": [7, "00"]}
+        await run.until("a/2", "serving")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RestartBudget, "wait_s", lambda budget: 0.01)
+        play(scene)
+
+
+def test_a_run_that_goes_on_serves_what_it_served_before(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        pytest.fail("the run began")
+
+    before = FrozenModelRecord("judge", "a", "/judge", "", 7, 0.0, 0.0, '{"old.json": [7, "00"]}')
+    with pytest.raises(ProcessError, match=r"/judge on a is not what it was .*: model\.saf.*only"):
+        play(scene, recorded=[before])
+
+
+def test_a_run_that_goes_on_with_another_path_serves_that(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        assert (await run.ask())[0] == 200
+
+    play(scene, recorded=[FrozenModelRecord("judge", "a", "/old", "", 7, 0.0, 0.0, "{}")])
