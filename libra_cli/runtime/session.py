@@ -183,7 +183,7 @@ class Session:
             self._attaching = False
             records.note("it had ended already when its controller was killed")
             return ended
-        async with self._source(adopts=True) as source:
+        async with self._source() as source:
             begin = partial(self._take_over, adoption)
             return await self._drive(replayed.machine, replayed.memory, source, begin)
 
@@ -207,15 +207,18 @@ class Session:
         return self._recipe.with_environments(self._cluster.that_play.counted)
 
     @asynccontextmanager
-    async def _source(self, *, adopts: bool = False) -> AsyncIterator[TrajectorySource]:
+    async def _source(self) -> AsyncIterator[TrajectorySource]:
         """Open the frozen models, and what trajectories come from, which may ask them."""
         async with (
-            self._models.opened(adopts=adopts, recorded=models_of(self._run_dir)) as address,
+            self._models.opened(
+                attaching=lambda: self._attaching, recorded=models_of(self._run_dir)
+            ) as address,
             open_source(
                 self._with_places.served_at(address),
                 self._run_dir,
                 open_on=self._cluster.open_stream,
                 note=self._records.note,
+                adopts=self._attaching,
             ) as source,
         ):
             yield source

@@ -85,9 +85,17 @@ def _tried(environment: EnvironmentSpec) -> object:
 
 @asynccontextmanager
 async def open_source(
-    recipe: Recipe, run_dir: Path, *, open_on: OpenOnNode, note: Callable[[str], None]
+    recipe: Recipe,
+    run_dir: Path,
+    *,
+    open_on: OpenOnNode,
+    note: Callable[[str], None],
+    adopts: bool = False,
 ) -> AsyncIterator[TrajectorySource]:
     """Open what the recipe names; ``open_on`` begins environments on other hosts.
+
+    One that ``adopts`` a run begins no first task to see whether it can be: the killed controller
+    has, and a model that is asked there may not be up again.
 
     Raises:
         LibraError: it cannot be begun, or does not fit the model.
@@ -105,7 +113,8 @@ async def open_source(
     player = _player(recipe, renderer, run_dir, images, open_on=open_on, note=note)
     try:
         await player.prepare(note)
-        await player.check(recipe.run.seed)
+        if not adopts:
+            await player.check(recipe.run.seed)
         yield TrajectorySource(renderer, player, recipe, images)
     finally:
         await player.close()

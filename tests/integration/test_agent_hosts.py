@@ -113,6 +113,7 @@ def test_commands_play_on_hosts_and_a_host_that_is_lost_costs_its_own(
                 made, renderer, tmp_path, note=print, open_on=cluster.open_stream
             )
             try:
+                await episodes.prepare(print)
                 assert await episodes.check(seed=0) > 0
                 assert await four(episodes, Cut(lambda: None), 0) == [1.0, 1.0, 2.0, 2.0], failures
                 places.extend(Path(host.tmp_dir) for host in (one, two))

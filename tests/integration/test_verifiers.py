@@ -62,6 +62,7 @@ def test_its_turns_are_one_exact_sequence_of_tokens_on_our_endpoint(
             model={"max_len": 4096},
         )
         try:
+            await made.episodes.prepare(print)
             await made.episodes.check(0)
             result = await asyncio.wait_for(made.play([CALL, "It is 40."]), 250)
         finally:

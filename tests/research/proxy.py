@@ -48,6 +48,7 @@ async def _serve(agents: int, turns: int, think_s: float, directory: Path) -> di
         training={"micro_batch_tokens": MAX_LEN},
     )
     episodes = AgentEpisodes(made, renderer, directory, note=lambda words: None)
+    await episodes.prepare(lambda words: None)
     await episodes.check(0)
     said = array("i", [*renderer.encode(call_text("ab")), renderer.end_of_turn])
     numbers = ["--agents", str(agents), "--turns", str(turns), "--think-s", str(think_s)]

@@ -106,12 +106,14 @@ class AgentEpisodes:
         return len(self._episodes)
 
     async def prepare(self, note: Callable[[str], None]) -> None:
-        """Have made what environments would else make in their first episodes on each host.
+        """Have made what environments would else make in their first episodes on each host, and
+        listen for agents.
 
         Raises:
             EnvironmentBroken: it cannot be made.
         """
         await self._tasks.prepare(note)
+        await self.server.start()
 
     async def check(self, seed: int) -> int:
         """Begin each first task without its agent; return the tokens of the longest prompt.
@@ -119,7 +121,6 @@ class AgentEpisodes:
         Raises:
             LibraError: it cannot be begun.
         """
-        await self.server.start()
         look = self._runner.check if isinstance(self._runner, EnclosedRunner) else None
         openings = await self._tasks.check(TrajectoryId(group=-1, member=0), seed, look)
         return max(len(self._renderer.prompt(one.messages, one.tools)) for one in openings)

@@ -46,12 +46,16 @@ class FrozenModels:
 
     @asynccontextmanager
     async def opened(
-        self, *, adopts: bool = False, recorded: Sequence[FrozenModelRecord] = ()
+        self,
+        *,
+        attaching: Callable[[], bool] = lambda: False,
+        recorded: Sequence[FrozenModelRecord] = (),
     ) -> AsyncIterator[ModelsAddress]:
         """Start all servers, and yield the address at which they answer.
 
-        One that ``adopts`` goes on with those that a killed controller has left, and waits for
-        none: what is asked of them waits. ``recorded`` is what the models were in this run before.
+        While it is ``attaching`` to a run it goes on with those that a killed controller has left:
+        it waits for none, since what is asked of them waits, and if it ends it says of none that
+        it has. ``recorded`` is what the models were in this run before.
 
         Raises:
             ProcessError: one ended before it served, or has other files than another.
@@ -71,14 +75,14 @@ class FrozenModels:
         self._cluster.events.subscribe(self.happened)
         try:
             address = await endpoint.start()
-            if not adopts:
+            if not attaching():
                 await self._all_serve()
             yield address
         finally:
             self._cluster.events.unsubscribe(self.happened)
             await endpoint.close()
             await self._background.close()
-            for server in self._servers:
+            for server in () if attaching() else self._servers:
                 server.leave()
 
     def happened(self, event: HostEvent) -> None:

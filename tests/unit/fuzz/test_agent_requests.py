@@ -75,6 +75,7 @@ async def sent(renderer: Renderer, run_dir: Any, asked: list[tuple[str, bytes]])
     sys.modules[module.__name__] = module
     made = fake_machine({"function": "agents_of_fuzz:agent", "timeout_s": 9.0}, renderer, run_dir)
     try:
+        await made.episodes.prepare(print)
         await made.episodes.check(0)
         with nonsense.thrown_at("agents"):
             await asyncio.wait_for(made.play(["hello"] * 9), DEADLINE_S)

@@ -38,6 +38,7 @@ def play(renderer, tmp_path, monkeypatch):
             made = fake_machine(given, renderer, tmp_path, **(changes or {}))
             made.turn_s = turn_s
             try:
+                await made.episodes.prepare(print)
                 assert await made.episodes.check(0) > 0
                 playing = scene(made) if scene else made.play(turns)
                 result = await asyncio.wait_for(playing, DEADLINE_S)

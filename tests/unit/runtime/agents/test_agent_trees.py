@@ -90,6 +90,7 @@ def test_every_prompt_is_the_exact_tokens_of_a_branch_and_each_reply_is_trained_
         limits = {"max_turns": 99}
         made = fake_machine(spec, renderer, directory, model={"max_len": 4096}, rollout=limits)
         try:
+            await made.episodes.prepare(print)
             await made.episodes.check(0)
             await asyncio.wait_for(made.play(said), DEADLINE_S)
         finally:

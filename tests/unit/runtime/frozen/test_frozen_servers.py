@@ -208,7 +208,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             models = FrozenModels(slots, there, save)
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(there.close)
-                opened = models.opened(adopts=adopts, recorded=recorded)
+                opened = models.opened(attaching=lambda: adopts, recorded=recorded)
                 async with there.events.all_needed():
                     address = await stack.enter_async_context(opened)
                 found: Coroutine[Any, Any, Any] = scene(Scene(there, address, rows))
@@ -357,7 +357,8 @@ def test_a_run_that_is_taken_over_waits_for_none_before_it_goes_on(
         run.hosts.lost.clear()
         assert (await asked)[0] == 200
 
-    play(scene, hosts, adopts=True)
+    _, rows = play(scene, hosts, adopts=True)
+    assert "idle" not in {row.state for row in rows}, "it has never taken them over"
 
 
 def test_one_that_goes_with_its_host_is_started_once_that_is_back(play: Any) -> None:
