@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from libra_cli.config.recipe import ModelBuild
+from libra_cli.runtime.hosts.shipped_model import shipped_model
+
 # Tests keep modules, not garbage, and going through all of them again is a seventh of their time.
 gc.set_threshold(100_000, 50, 50)
 
@@ -36,9 +39,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where hosts keep the model they build: all runs that ask for the quickstart's have it from
-    the first of them."""
-    return tmp_path_factory.mktemp("models")
+    """Where hosts keep the models that they build: all runs that ask for the same one have it from
+    the first of them, and the quickstart's comes with libra."""
+    directory = tmp_path_factory.mktemp("models")
+    shipped = shipped_model(ModelBuild())
+    assert shipped is not None
+    (directory / shipped.name).mkdir()
+    for name, content in shipped.files.items():
+        (directory / shipped.name / name).write_bytes(content)
+    return directory
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

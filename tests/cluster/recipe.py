@@ -47,7 +47,6 @@ def with_fake_servers(document: dict[str, Any]) -> dict[str, Any]:
     # They hold no model, so the probe proves nothing.
     return document | {
         "environment": talk,
-        "model": document["model"] | {"build": document["model"]["build"] | {"warm_steps": 1}},
         "rollout": rollout,
         "weight_sync": {"tolerance": 1e6},
     }

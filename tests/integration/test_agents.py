@@ -66,7 +66,6 @@ def recipe_text(base: Path, backend: str) -> str:
             "python": sys.executable,
         }
     ]
-    document["model"]["build"]["warm_steps"] = 1
     document["agent"] = {"directory": ".", "function": "somebody:agent"}
     document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 16}]
     document["training"] |= {"groups_per_step": 4, "checkpoint_every": 100}

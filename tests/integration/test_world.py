@@ -53,7 +53,7 @@ def recipe(net: Network) -> Recipe:
                 }
                 for host, pool in zip(net.hosts, ["train", "train", "rollout"], strict=True)
             ],
-            "model": {"build": {"warm_steps": 1}, "max_len": 128},
+            "model": {"build": {}, "max_len": 128},
             "environment": {"name": "pointer-chase"},
             "rollout": {"group_size": 2, "max_turn_tokens": 16},
             "training": {"groups_per_step": 2, "checkpoint_every": 1, "sharding": "fsdp2"},
