@@ -3,8 +3,9 @@
     /NAME/v1/...    goes to the server of that model which answers the fewest requests now
 
 A request waits while no server of its model serves. One whose server goes before it has answered is
-asked again of another: nothing of it was told to whoever asks. Answers are vLLM's own, byte for
-byte, those in parts too.
+asked again of another: nothing of it was told to whoever asks. So is one that a server fails on
+which is not well itself: vLLM answers 500 while its engine is dying. Answers are vLLM's own, byte
+for byte, those in parts too.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from libra_cli.runtime.processes.loopback import LoopbackServer
 
 MAX_BODY_BYTES = 64 * 1024**2
 _PASSED_ON = ("Content-Type", "Retry-After")
+_FAILED = 500
+"""The status from which on an answer is the server's fault."""
 _NO_LIMIT = aiohttp.ClientTimeout(total=None)
 """Whoever asks has a limit of its own, and is gone when that is over."""
 
@@ -78,7 +81,7 @@ class ModelsEndpoint:
     async def _tried(
         self, http: web.Request, server: FrozenServer, body: bytes
     ) -> web.StreamResponse | None:
-        """Hand a request on; None if the server went before it had answered."""
+        """Hand a request on; None if the server went before it had answered, or is about to."""
         session = server.session
         assert session is not None, "it was just chosen"
         url = f"http://server/{http.match_info['path']}"
@@ -86,14 +89,20 @@ class ModelsEndpoint:
         try:
             with server.answering():
                 async with session.request(
-                    http.method, url, data=body or None, headers=headers, timeout=_NO_LIMIT
+                    http.method,
+                    url,
+                    params=http.query,
+                    data=body or None,
+                    headers=headers,
+                    timeout=_NO_LIMIT,
                 ) as answer:
-                    return await _handed_back(http, answer)
+                    if answer.status < _FAILED or await server.is_well():
+                        return await _handed_back(http, answer)
         except (aiohttp.ClientError, OSError):
             if http.transport is None or http.transport.is_closing():
                 raise
-            await asyncio.sleep(0.1)  # it is told of a server's end a moment later
-            return None
+        await asyncio.sleep(0.1)  # it is told of a server's end a moment later
+        return None
 
 
 async def _handed_back(http: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

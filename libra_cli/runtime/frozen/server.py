@@ -115,6 +115,10 @@ class FrozenServer:
             self.running -= 1
             self._seconds.count(self.running)
 
+    async def is_well(self) -> bool:
+        """Whether it serves, and says so itself."""
+        return self.session is not None and await _is_well(self.session)
+
     def leave(self) -> None:
         """Tell that the slot has no server any more, at the end of the run."""
         self._become(ReplicaState.IDLE)

@@ -73,6 +73,8 @@ class Hosts:
         self.held: asyncio.Event | None = None
         """Answers wait for it."""
         self.is_well = True
+        self.dying = ""
+        """The process whose engine is dead, so that it answers 500."""
         self._clock = itertools.count()
 
     def clock(self) -> float:
@@ -89,7 +91,7 @@ class Hosts:
             self.tell_exit(spec.process)
             return
         app = web.Application()
-        app.router.add_get("/health", self._health)
+        app.router.add_get("/health", partial(self._health, spec.process))
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/{path:.*}", partial(self._answer, spec.process))
         runner = web.AppRunner(app, shutdown_timeout=0.01)
@@ -129,8 +131,9 @@ class Hosts:
     def _path(self, process: str) -> str:
         return str(self._directory / f"{process}.sock")
 
-    async def _health(self, http: web.Request) -> web.Response:
-        return web.Response(status=200 if self.is_well else 500)
+    async def _health(self, process: str, http: web.Request) -> web.Response:
+        is_well = self.is_well and process != self.dying
+        return web.Response(status=200 if is_well else 503)
 
     async def _metrics(self, http: web.Request) -> web.Response:
         number = 'num_requests_waiting{engine="0",model_name="judge"}'
@@ -142,8 +145,10 @@ class Hosts:
         body = json.loads(await http.read())
         if self.held is not None:
             await self.held.wait()
+        if process == self.dying:
+            return web.json_response({"error": {"message": "EngineDeadError"}}, status=500)
         if not body.get("stream"):
-            told = {"by": process, "path": http.path, **body}
+            told = {"by": process, "path": http.path_qs, **body}
             return web.json_response(told, status=body.get("status", 200))
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
@@ -259,10 +264,34 @@ def test_nobody_is_answered_without_the_key_or_by_another_model(
     play(scene)
 
 
-def test_what_a_server_refuses_is_handed_back_as_it_is(play: Any) -> None:
+@pytest.mark.parametrize("refusal", [422, 500])
+def test_what_a_server_refuses_that_is_well_is_handed_back_as_it_is(
+    play: Any, refusal: int
+) -> None:
     async def scene(run: Scene) -> None:
-        status, told = await run.ask(status=422)
-        assert (status, told["status"]) == (422, 422)
+        status, told = await run.ask(status=refusal)
+        assert (status, told["status"]) == (refusal, refusal)
+        assert len(run.hosts.asked) == 1
+
+    play(scene)
+
+
+def test_what_a_server_fails_on_whose_engine_is_dead_is_asked_of_another(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        run.hosts.dying = "model-2"
+        status, told = await run.ask()
+        assert (status, told["by"]) == (200, "model-3")
+        assert run.hosts.asked == ["model-2", "model-3"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SILENT_S", DEADLINE_S)  # else it is replaced meanwhile
+        play(scene)
+
+
+def test_what_stands_behind_the_question_mark_is_handed_on(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        _, told = await run.ask("judge/v1/responses?after=a%20b&limit=2")
+        assert told["path"] == "/v1/responses?after=a+b&limit=2"
 
     play(scene)
 
