@@ -8,7 +8,7 @@ there. No I/O.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -73,7 +73,11 @@ class ModelsAddress:
 
     def url_of(self, name: str) -> str:
         """The base URL of a model."""
-        return f"{self.url}/{name}/v1"
+        return _url_of(self.url, name)
+
+
+def _url_of(endpoint: str, name: str) -> str:
+    return f"{endpoint}/{name}/v1"
 
 
 NOWHERE = ModelsAddress("http://127.0.0.1:9", SecretStr("not-served-yet"))
@@ -112,18 +116,6 @@ def frozen_model_problems(
             )
 
 
-def reach_problems(environments: Iterable[tuple[str, EnvironmentSpec]]) -> Iterator[Problem]:
-    """Yield environments on hosts that do not reach the models which they ask."""
-    for key, environment in environments:
-        nodes = environment.workers.nodes if environment.workers is not None else ()
-        if nodes and served_in(environment.args):
-            yield Problem(
-                (f"{key}.workers.nodes", f"{key}.args"),
-                "are hosts that do not reach the models of the run, which answer on the "
-                "controller's loopback: leave nodes out",
-            )
-
-
 def served_in(value: Any, path: str = "") -> dict[str, object]:
     """Return the model's name at every place of arguments that names one, by its key."""
     found: dict[str, object] = {}
@@ -158,3 +150,28 @@ def _with_urls(value: Any, address: ModelsAddress) -> Any:
         return told
     name = str(value[SERVED])
     return {**told, "url": address.url_of(name), "model": name, "api_key": KEY}
+
+
+def endpoint_in(value: Any) -> str | None:
+    """The URL of the endpoint that arguments name, once ``environment_at`` has written it there;
+    None if they name no model of the run."""
+    if isinstance(value, Mapping):
+        if _is_of_run(value):
+            return str(value["url"]).removesuffix(_url_of("", str(value["model"])))
+        value = list(value.values())
+    found = map(endpoint_in, value) if isinstance(value, list | tuple) else ()
+    return next((one for one in found if one is not None), None)
+
+
+def arguments_at(value: Any, endpoint: str) -> Any:
+    """Return the same arguments for a place where the endpoint has another URL."""
+    if isinstance(value, list | tuple):
+        return [arguments_at(one, endpoint) for one in value]
+    if not isinstance(value, Mapping):
+        return value
+    told = {key: arguments_at(one, endpoint) for key, one in value.items()}
+    return told | ({"url": _url_of(endpoint, str(value["model"]))} if _is_of_run(value) else {})
+
+
+def _is_of_run(value: Mapping[str, Any]) -> bool:
+    return value.get("api_key") == KEY and {"url", "model"} <= value.keys()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from libra_cli.config.errors import did_you_mean
 from libra_cli.config.fields import Section
-from libra_cli.config.frozen_models import frozen_model_problems, reach_problems
+from libra_cli.config.frozen_models import frozen_model_problems
 from libra_cli.config.only_with import misplaced_keys
 from libra_cli.config.problems import Problem
 
@@ -61,7 +61,6 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     yield from frozen_model_problems(recipe.models, pools, recipe.asked_models)
     if recipe.teacher is not None:
         yield from recipe.teacher.problems_beside(recipe.models, recipe.model.max_len)
-    yield from reach_problems(recipe.named_environments)
 
 
 def _sections(section: Section, path: str = "") -> Iterator[tuple[str, Section]]:

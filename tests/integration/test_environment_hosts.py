@@ -20,6 +20,7 @@ from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.episodes.player import Episodes
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.hosts.cluster import Cluster
+from tests.asked_model import AskedModel
 from tests.integration.test_hosts import PULSE_S, net, opened, run_id
 from tests.netns import missing
 
@@ -96,6 +97,31 @@ def test_episodes_are_played_on_hosts_and_survive_the_loss_of_one(net, tmp_path,
                 net.heal(net.hosts[0])
             finally:
                 net.heal(net.hosts[0])
+                await episodes.close()
+
+    asyncio.run(asyncio.wait_for(scene(), DEADLINE_S))
+
+
+def test_environments_on_hosts_ask_the_models_of_the_run(net, tmp_path, run_id, renderer):
+    async def scene() -> None:
+        async with (
+            AskedModel().listening() as model,
+            opened(net, 0, tmp_path, run_id) as (one, _),
+            opened(net, 1, tmp_path, run_id) as (two, _),
+        ):
+            cluster = cluster_of({"host-1": one, "host-2": two}, run_id)
+            spec = model.judged(tmp_path, NAMES)
+            episodes = Episodes([spec], ["judged"], renderer, open_on=cluster.open_stream)
+            answer = [*renderer.encode("b"), renderer.end_of_turn]
+            try:
+                who = [TrajectoryId(0, member) for member in range(4)]
+                for each in who:
+                    await episodes.start(each, 0, task_seed=0, seed=each.member)
+                results = [await episodes.advance(each, answer, "stop") for each in who]
+                assert [result.reward for result in results] == [0.7] * 4
+                # Neither is the controller's own port, which is not to be reached from there.
+                assert len({*model.called, model.address.url.removeprefix("http://")}) == 3
+            finally:
                 await episodes.close()
 
     asyncio.run(asyncio.wait_for(scene(), DEADLINE_S))

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
 import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
+from libra_cli.envs.agents.carried import CHUNK, CarriedPort, standard_streams
 from libra_cli.envs.agents.messages import MessageReader, Say, message, unpacked_files
 from libra_cli.envs.agents.workplace import CommandJob, StoppableJob, Workplace
-
-_CHUNK = 64 * 1024
 
 
 class AgentHost:
@@ -32,20 +29,18 @@ class AgentHost:
         self._workplace: Workplace | None = None
         self._url = ""
         self._running: dict[int, StoppableJob] = {}
-        self._connections: dict[int, asyncio.StreamWriter] = {}
-        self._opened = 0
+        self._carried = CarriedPort(output)
 
     async def serve(self, orders: asyncio.StreamReader) -> None:
         """Do what the controller says until it says no more."""
-        server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self._url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self._url = f"http://127.0.0.1:{await self._carried.open()}"
         reader = MessageReader()
         try:
-            while data := await orders.read(_CHUNK):
+            while data := await orders.read(CHUNK):
                 for say, number, body in reader.feed(data):
                     self._take(say, number, body)
         finally:
-            server.close()
+            self._carried.close()
             for running in self._running.values():
                 running.kill()
 
@@ -57,12 +52,8 @@ class AgentHost:
                 self._start(number, body)
             case "kill" if number in self._running:
                 self._running[number].kill()
-            case "data" if number in self._connections:
-                self._connections[number].write(body)
-            case "close" if number in self._connections:
-                self._connections.pop(number).close()
             case _:
-                pass  # of what has ended here in the meantime
+                self._carried.take(say, number, body)
 
     def _begin(self, body: Any) -> str:
         directory = self._root / "files"
@@ -108,39 +99,9 @@ class AgentHost:
         del self._running[number]
         self._tell("ended", number, body)
 
-    # -- their requests ---------------------------------------------------------------------------
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        number = 0
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(_CHUNK):
-                # Not numbered before it speaks: the controller takes a number below one that it
-                # has seen for a connection that is over.
-                number = number or self._numbered(writer)
-                self._tell("data", number, data)
-                await self._output.drain()
-        if not number:
-            writer.close()
-            return
-        self._tell("close", number)
-        if self._connections.pop(number, None) is not None:
-            writer.close()
-
-    def _numbered(self, writer: asyncio.StreamWriter) -> int:
-        self._opened += 1
-        self._connections[self._opened] = writer
-        return self._opened
-
 
 async def _serve() -> None:
-    loop = asyncio.get_running_loop()
-    orders = asyncio.StreamReader()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    # What a command or a library prints must not get among the messages.
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, out)
-    output = asyncio.StreamWriter(transport, protocol, None, loop)
+    orders, output = await standard_streams()
     with tempfile.TemporaryDirectory(prefix="libra-agents-", ignore_cleanup_errors=True) as root:
         await AgentHost(Path(root), output).serve(orders)
 

@@ -9,7 +9,6 @@ again.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from libra_cli.envs.agents.command import CommandEnd
 from libra_cli.envs.agents.messages import MessageReader, Say, message, packed_files
 from libra_cli.runtime.episodes.workers import OpenOnNode
 from libra_cli.runtime.hosts.transport import ByteStream
+from libra_cli.runtime.processes.carried import CarriedConnections
 from libra_cli.runtime.processes.outbox import Outbox
 from libra_cli.runtime.supervision.background import Background
 from libra_cli.runtime.supervision.failures import words_of
@@ -32,10 +32,6 @@ START_S = 60.0
 UNREACHABLE_S = 60.0
 """How long no host may be reached before a trajectory is given up."""
 LEAVE_S = 5.0
-MOST_WAITING = 128 * 1024**2
-"""Bytes of one connection that wait for the endpoint, which takes half of that in a request; a
-connection with more is closed."""
-_CHUNK = 64 * 1024
 _LAST_WORDS = 2000
 
 
@@ -111,29 +107,17 @@ class _AgentNode:
     """Commands that are there or on their way there."""
 
 
-@dataclass(slots=True)
-class _Inflow:
-    """What has come of one connection and the endpoint has not read."""
-
-    chunks: asyncio.Queue[bytes] = field(default_factory=asyncio.Queue)
-    waiting: int = 0
-    """Bytes in ``chunks``."""
-    carrying: asyncio.Task[None] | None = None
-
-
 class AgentNodeConnection:
     """The stream to one host, with its commands and their requests."""
 
     def __init__(self, name: str, stream: ByteStream, port: int) -> None:
         self._name = name
         self._stream = stream
-        self._port = port
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Any]] = {}
-        self._requests: dict[int, _Inflow] = {}
-        self._newest = 0
         self._background = Background()
         self._outbox = Outbox(stream)
+        self._carried = CarriedConnections(name, port, self._say, self._background)
         self._listening = self._background.start(f"hearing {name}'s agents", self._listen())
         self.ended = ""
         """How the host's process ended; empty while it runs."""
@@ -204,62 +188,15 @@ class AgentNodeConnection:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(AgentFailed(f"{self._name}: {self.ended}"))
-        for inflow in self._requests.values():
-            inflow.chunks.put_nowait(b"")
+        self._carried.end()
 
     def _take(self, say: Say, number: int, body: Any) -> None:
         if say in ("ready", "ended"):
             future = self._waiting.get(number)
             if future is not None and not future.done():
                 future.set_result(body)
-        elif say == "data":
-            self._receive(number, body)
-        elif say == "close" and number in self._requests:
-            self._requests[number].chunks.put_nowait(b"")
-
-    # -- their requests ---------------------------------------------------------------------------
-
-    def _receive(self, number: int, data: bytes) -> None:
-        """Bytes of a connection; the first of it opens one to the endpoint."""
-        if number > self._newest:  # numbers grow; an older one that is not there is over
-            self._newest = number
-            inflow = self._requests[number] = _Inflow()
-            inflow.carrying = self._background.start(
-                f"carrying a request from {self._name}", self._carry(number, inflow)
-            )
-        if (known := self._requests.get(number)) is None:
-            return
-        known.waiting += len(data)
-        known.chunks.put_nowait(data)
-        if known.waiting > MOST_WAITING and known.carrying is not None:
-            known.carrying.cancel()
-            del self._requests[number]
-            self._say("close", number)
-
-    async def _carry(self, number: int, inflow: _Inflow) -> None:
-        answers: asyncio.Task[None] | None = None
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-            answers = self._background.start(
-                f"carrying an answer to {self._name}", self._carry_back(number, reader)
-            )
-            with contextlib.closing(writer):
-                while data := await inflow.chunks.get():
-                    inflow.waiting -= len(data)
-                    writer.write(data)
-                    await writer.drain()
-        except OSError:
-            pass  # the endpoint has closed it
-        finally:
-            self._requests.pop(number, None)
-            if answers is not None:
-                answers.cancel()
-
-    async def _carry_back(self, number: int, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(OSError):
-            while data := await reader.read(_CHUNK):
-                self._say("data", number, data)
-        self._say("close", number)
+        else:
+            self._carried.take(say, number, body)
 
 
 def files_of(spec: AgentSpec) -> list[tuple[str, int, bytes]]:

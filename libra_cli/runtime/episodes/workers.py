@@ -19,6 +19,7 @@ from operator import index as index_of
 from typing import Any, Protocol, TypeAlias
 
 from libra_cli.config.errors import EnvironmentBroken, HostError
+from libra_cli.config.frozen_models import arguments_at, endpoint_in
 from libra_cli.envs import returns
 from libra_cli.envs.agents.command import CommandEnd
 from libra_cli.envs.agents.enclosed import EnclosedJob
@@ -34,6 +35,8 @@ from libra_cli.envs.session import (
 from libra_cli.envs.workers import wire
 from libra_cli.envs.workers.wire import Frames, Kind
 from libra_cli.runtime.episodes.calls import CallLine
+from libra_cli.runtime.episodes.models_port import MODULE as MODELS_PORT
+from libra_cli.runtime.episodes.models_port import ModelsPort
 from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.hosts.transport import ByteStream
 from libra_cli.runtime.processes.outbox import Outbox
@@ -130,7 +133,10 @@ class EnvironmentWorkers:
         are the episodes that each of them holds, or with "" this one.
         """
         self._name = hello.name
-        self._hello = hello.pack()
+        self._hello = hello
+        hello.pack()  # what cannot be sent is told before anything is started
+        self._endpoint = endpoint_in(hello.arguments)
+        self._open_on = open_on
         process = f"environment-{hello.name}"
         places = [
             _Place(partial(open_on, node, process, _MODULE), node, most[node]) for node in nodes
@@ -201,22 +207,30 @@ class EnvironmentWorkers:
         return found
 
     async def close(self) -> None:
-        servers = [place.server for place in self._places if place.server is not None]
-        await asyncio.gather(*(server.close() for server in servers))
+        await asyncio.gather(*(place.close() for place in self._places))
 
     async def _server(self, place: _Place) -> ForkServerConnection:
         async with place.starting:
-            if place.server is None or place.server.ended:
-                if place.server is not None:
-                    await place.server.close()
-                place.server = ForkServerConnection(self._name, await place.open())
-                await self._greet(place.server)
-        return place.server
+            if (server := place.working) is None:
+                await place.close()
+                hello = await self._hello_at(place)
+                server = place.server = ForkServerConnection(self._name, await place.open())
+                await self._greet(server, hello)
+        return server
 
-    async def _greet(self, server: ForkServerConnection) -> None:
+    async def _hello_at(self, place: _Place) -> WorkersHello:
+        """What is told there; models of the run have another URL than here. Raises HostError."""
+        if not place.node or self._endpoint is None:
+            return self._hello
+        stream = await self._open_on(place.node, f"models-of-{self._name}", MODELS_PORT)
+        place.models = ModelsPort(place.node, stream, self._endpoint)
+        arguments = arguments_at(self._hello.arguments, await place.models.url())
+        return replace(self._hello, arguments=arguments)
+
+    async def _greet(self, server: ForkServerConnection, hello: WorkersHello) -> None:
         try:
             async with asyncio.timeout(START_S):
-                await server.hello(self._hello)
+                await server.hello(hello.pack())
         except TimeoutError as error:
             await server.close()
             raise EnvironmentBroken(
@@ -235,7 +249,24 @@ class _Place:
     most: int | None = None
     """Number of episodes that it holds; None: as many as are wanted."""
     server: ForkServerConnection | None = None
+    models: ModelsPort | None = None
+    """What leads from there to the models of the run, if its environment asks them."""
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def working(self) -> ForkServerConnection | None:
+        """The fork server that works there; None if it has ended, or nothing leads from there to
+        the models any more."""
+        no_models = self.models is not None and self.models.ended
+        return None if self.server is None or self.server.ended or no_models else self.server
+
+    async def close(self) -> None:
+        """End what is there."""
+        if self.server is not None:
+            await self.server.close()
+        if self.models is not None:
+            await self.models.close()
+        self.server = self.models = None
 
     @property
     def playing(self) -> int:

@@ -32,6 +32,8 @@ ALLOWED: dict[str, str] = {
     "runtime/agents/nodes.py": "a stream of a node; a host that is lost closes it",
     "node/agent/lease/link.py:hear": "a socket that does not block",
     "runtime/episodes/workers.py:_why_it_ended": "a stream of a worker; its end closes it",
+    "runtime/episodes/models_port.py": "a stream of a node; a host that is lost closes it",
+    "runtime/processes/carried.py": "connections of such a stream, which end with it",
     "runtime/hosts/agent_connection.py": "attach has HELLO_S, the rest is ended by missed pings",
     "runtime/hosts/local.py": "pipes of a process; close() kills it",
     "runtime/hosts/ssh_channels.py": "channels; a connection that is lost closes them all",

@@ -14,8 +14,8 @@ from yarl import URL
 from libra_cli.config.errors import AgentFailed
 from libra_cli.envs.agents.host import AgentHost
 from libra_cli.envs.agents.messages import message
-from libra_cli.runtime.agents import nodes
 from libra_cli.runtime.agents.nodes import AgentNodeConnection
+from libra_cli.runtime.processes import carried
 
 DEADLINE_S = 20
 NOBODY = 9
@@ -86,14 +86,14 @@ async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 def test_a_connection_that_sends_more_than_is_read_is_closed_and_stays_closed(monkeypatch):
-    monkeypatch.setattr(nodes, "MOST_WAITING", 1000)
+    monkeypatch.setattr(carried, "MOST_WAITING", 1000)
 
     async def main() -> list[list[object]]:
         flood = b"".join(message("data", 1, b"x" * 400) for _ in range(4))
         stream = Stream(flood, message("data", 1, b"more"))
         connection = AgentNodeConnection("a", stream, NOBODY)  # type: ignore[arg-type]
         await asyncio.wait_for(stream.answered.wait(), DEADLINE_S)
-        assert not connection._requests
+        assert not connection._carried._requests
         await connection.close()
         return stream.messages
 
