@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from libra_cli.app.costs import recipe_planner
+from libra_cli.config.frozen_models import POOL
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.planner import Candidate
@@ -70,12 +71,17 @@ def words_of(plan: Plan, slots: Sequence[Slot]) -> str:
 
 def sized(recipe: dict[str, Any], gpus: int) -> dict[str, Any]:
     """The recipe, as it is written, on so many GPUs, in nodes as large as its largest; without any,
-    on so many slots of one host. All of them are the planner's to divide."""
+    on so many slots of one host. All of them are the planner's to divide: what serves frozen models
+    is beside them."""
     largest = max(node["gpus"] for node in recipe["nodes"])
-    nodes = [{"host": "local", "slots": gpus, "pool": "auto"}]
+    frozen = sum(model["slots"] for model in recipe["models"])
+    pools = [*["auto"] * gpus, *[POOL] * frozen]
+    nodes: list[dict[str, Any]] = [{"host": "local", "slots": len(pools), "pool": pools}]
     if largest:
         sizes = [min(largest, gpus - at) for at in range(0, gpus, largest)]
         nodes = [{"host": f"node-{at}", "gpus": size} for at, size in enumerate(sizes)]
+    if largest and frozen:
+        nodes.append({"host": POOL, "gpus": frozen, "slots": frozen, "pool": POOL})
     buckets = recipe["rollout"]["buckets"]
     free = buckets and [{**bucket, "slots": None} for bucket in buckets]
     return recipe | {"nodes": nodes, "rollout": recipe["rollout"] | {"buckets": free}}

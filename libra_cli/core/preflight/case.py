@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from libra_cli.config.frozen_models import POOL
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.launch.rollout_backend import rollout_backend
 from libra_cli.core.launch.trainer_backend import trainer_backend
+from libra_cli.core.launch.vllm import Vllm
 from libra_cli.core.preflight.host_report import (
     AllReduce,
     FabricReport,
@@ -55,11 +57,13 @@ class PreflightCase:
                 yield node, facts
 
     def halves(self, node: NodeSpec) -> tuple[str, ...]:
-        """The halves of a run (``rollout``, ``train``) that a node is in now or may be later."""
+        """The halves of a run (``rollout``, ``train``) that a node is in now or may be later, and
+        ``models`` where it serves frozen ones."""
         elastic = bool({"hybrid", "auto"} & set(node.slot_pools))
         serves = elastic or any(node_of(slot) == node.name for slot, _ in self.plan.servers)
         trains = elastic or any(node_of(slot) == node.name for slot in self.plan.train)
-        return tuple(half for half, used in (("rollout", serves), ("train", trains)) if used)
+        used = {"rollout": serves, "train": trains, POOL: POOL in node.slot_pools}
+        return tuple(half for half, is_used in used.items() if is_used)
 
     def of_half(self, half: str) -> list[tuple[NodeSpec, NodeFacts]]:
         """The nodes that have told of themselves and are, or may be, in one half of the run."""
@@ -101,13 +105,14 @@ class PreflightCase:
 
 
 def packages_needed(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    """The Python packages that each half needs on its hosts."""
+    """The Python packages that each half needs on its hosts, and frozen models on theirs."""
     adapter = ("peft",) if recipe.training.lora else ()
     speculative = recipe.rollout.speculative
     drafts = ("arctic_inference",) if speculative and speculative.method == "suffix" else ()
     return {
         "rollout": (*rollout_backend(recipe.rollout.backend).packages, *drafts),
         "train": (*trainer_backend(recipe.training.backend).packages, *adapter),
+        POOL: Vllm().packages if recipe.models else (),
     }
 
 

@@ -63,7 +63,7 @@ def packages(case: PreflightCase) -> Iterator[Finding]:
                 node.name,
                 "stops",
                 f"its python has no {', '.join(missing)}",
-                f"it cannot {' or '.join(_deed(half) for half in case.halves(node))}",
+                f"it cannot {' or '.join(dict.fromkeys(map(_deed, case.halves(node))))}",
                 install(case, node),
             )
         yield from _untested(case, node, facts)
@@ -72,7 +72,7 @@ def packages(case: PreflightCase) -> Iterator[Finding]:
 
 
 def _deed(half: str) -> str:
-    return "serve" if half == "rollout" else "train"
+    return "train" if half == "train" else "serve"
 
 
 def _untested(case: PreflightCase, node: NodeSpec, facts: NodeFacts) -> Iterator[Finding]:
@@ -224,7 +224,7 @@ def _triton_of(case: PreflightCase, node: NodeSpec, report: TorchReport) -> Iter
     """Check that kernels can be compiled there, which vLLM does when it starts."""
     if not report.triton:
         return
-    serves, compiles = "rollout" in case.halves(node), _compiles(case, node)
+    serves, compiles = "serve" in map(_deed, case.halves(node)), _compiles(case, node)
     yield Finding(
         "torch",
         node.name,

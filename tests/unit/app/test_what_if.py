@@ -16,10 +16,12 @@ from libra_cli.app.what_if import certificate as certificates
 from libra_cli.app.what_if import command
 from libra_cli.app.what_if.certificate import certify
 from libra_cli.app.what_if.command import Changes, what_if
+from libra_cli.app.what_if.plans import sized
 from libra_cli.app.what_if.reading import WhatIfError, known_of, usual_bound
 from libra_cli.app.what_if.trials import Trials
 from libra_cli.cli.main import app
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.records import DecisionRecord, NodeRecord, RegretRecord
 from libra_cli.report.html.run_report import report_page
 from libra_cli.report.status.summary import summary, to_json
@@ -126,6 +128,20 @@ def test_other_gpus_have_their_shipped_prices_and_a_plan_for_as_many(tmp_path: P
     assert sum(slot.num_devices for slot in given.plans[0].slots) == 16
     assert given.recipe.training.max_staleness == 2
     assert given.profile.surroundings == trials.known.profile.surroundings
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_what_serves_frozen_models_is_beside_the_gpus_that_are_asked_for(gpus: int) -> None:
+    told = simulated_run.recipe(5).model_dump(mode="json")
+    pools = [*["auto"] * 6, "models", "models"]
+    told["nodes"] = [{"host": "local", "gpus": gpus, "slots": 8, "pool": pools}]
+    told["models"] = [{"name": "judge", "path": "/judge", "slots": 2}]
+    told["environment"] = [{"name": "m:E", "args": {"judge": {"served": "judge"}}}]
+    wanted = Recipe.model_validate(sized(Recipe.model_validate(told).model_dump(mode="json"), 12))
+    pools = [pool for node in wanted.nodes for pool in node.slot_pools]
+    planned = sum(node.gpus for node in wanted.planned_nodes) or pools.count("auto")
+    assert planned == 12
+    assert len(frozen_slots(wanted.models, wanted.nodes)) == 2
 
 
 def test_a_trajectory_under_way_is_told(tmp_path: Path) -> None:

@@ -749,6 +749,23 @@ def test_a_frozen_model_that_is_not_on_its_host_is_named_there():
     assert [one for one in wrong(case(there, of=of)) if one.check == "frozen models"] == []
 
 
+def test_a_host_that_serves_frozen_models_alone_needs_vllm_too():
+    nodes = [
+        {"host": "gpu-01", "gpus": 2, "pool": "models", "slots": 2},
+        {"host": "gpu-02", "gpus": 2, "pool": ["rollout", "train"], "slots": 2},
+    ]
+    of = recipe(
+        nodes=nodes,
+        models=[{"name": "judge", "path": "/models/judge", "slots": 2}],
+        environment={"name": "m:E", "args": {"judge": {"served": "judge"}}},
+    )
+    without = {name: version for name, version in FIRST.packages.items() if name != "vllm"}
+    there = replace(FIRST, packages=without, paths=(*FIRST.paths, "/models/judge"))
+    found = only(case(there, of=of), "packages")
+    assert (found.severity, found.host) == ("stops", "gpu-01")
+    assert (found.what, found.why) == ("its python has no vllm", "it cannot serve")
+
+
 def shaped(degree: int, gpus: int = 8, **config: Any) -> list[Finding]:
     nodes = [
         {"host": "gpu-01", "gpus": gpus, "pool": "rollout", "slots": gpus // degree},
