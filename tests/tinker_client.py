@@ -87,29 +87,30 @@ def a_loop_of_importance_sampling_raises_what_it_rewards(client: Any, base_model
 
 
 def a_sample_ends_with_the_token_that_completes_a_string(client: Any, base_model: str) -> None:
+    """Of what was learnt by heart: a model drawn at random may end anywhere."""
     types = tinker.types
-    trained = client.create_lora_training_client(base_model, rank=8, seed=1).result()
+    trained = client.create_lora_training_client(base_model, rank=32, seed=1).result()
     tokenizer = trained.get_tokenizer()
+    tokens = tokenizer.encode("the key is seven and the door is open but nobody walks through it")
+    taught = datum(types, tokens, weights=[1.0] * (len(tokens) - 1))
+    for _ in range(60):
+        trained.forward_backward([taught], "cross_entropy")
+        trained.optim_step(types.AdamParams(learning_rate=3e-3)).result()
     sampler = trained.save_weights_and_get_sampling_client().result()
-    prompt = types.ModelInput.from_ints(tokenizer.encode("the key is seven"))
+    prompt = types.ModelInput.from_ints(tokens[:3])
+    left = tokens[3:]
 
     def greedy(stop: Any) -> Any:
-        wish = types.SamplingParams(max_tokens=24, temperature=0.0, stop=stop)
+        wish = types.SamplingParams(max_tokens=len(left), temperature=0.0, stop=stop)
         return sampler.sample(prompt, num_samples=1, sampling_params=wish).result().sequences[0]
 
-    greedy([])  # those after it find the prompt in the cache, and compute the same
-    whole = greedy([])
-    assert (len(whole.tokens), whole.stop_reason) == (24, "length")
-    said = tokenizer.decode(whole.tokens)
-    stop = tokenizer.decode(whole.tokens[9:12])
-    for given in (stop, [stop], ["not in it", stop]):
+    whole = greedy(["not in it"])
+    assert (list(whole.tokens), whole.stop_reason) == (left, "length")
+    until = next(n for n in range(len(left)) if "door" in tokenizer.decode(left[:n]))
+    for given in ("door", ["door"], ["not in it", "door"]):
         ended = greedy(given)
-        text = tokenizer.decode(ended.tokens)
-        assert ended.stop_reason == "stop", (said, stop, text)
-        assert stop in text, (said, stop, text)
-        assert stop not in tokenizer.decode(ended.tokens[:-1]), (said, stop, text)
+        assert (list(ended.tokens), ended.stop_reason) == (left[:until], "stop")
         assert len(ended.logprobs) == len(ended.tokens)
-    assert greedy(["not in it"]).stop_reason == "length"
 
 
 def adapters_that_servers_have_let_go_of_are_loaded_again(client: Any, base_model: str) -> None:
