@@ -131,6 +131,9 @@ OVER_THE_WIRE = (
     e.WorkerSyncFailed,
     e.WorkerFailed,
     e.WorkerStopped,
+    e.ModelStarted,
+    e.ModelFailed,
+    e.ModelStopped,
 )
 """What may come twice. Environments answer in this process, once."""
 MAY_BE_SLOW = (
@@ -143,6 +146,8 @@ MAY_BE_SLOW = (
     e.WorkerStarted,
     e.WorkerSynced,
     e.WorkerStopped,
+    e.ModelStarted,
+    e.ModelStopped,
     e.CheckpointSaved,
 )
 
@@ -178,6 +183,9 @@ class Faults:
     """Two slots side by side are one in another plan."""
     ordered: float = 0.0
     worker_dies: float = 0.0
+    models: float = 0.0
+    """A slot that would serve, or do nothing, serves a frozen model in another plan."""
+    model_dies: float = 0.0
     share_lost: float = 0.0
     abort_fails: float = 0.0
     forked: float = 0.0
@@ -324,6 +332,7 @@ class World:
                     self.later(e.NodeBack("a", frozenset()), 4.0, 400.0)
                 return
             alive = {"server-0", "server-1", "server-0-1", "gradient-0", "gradient-1"}
+            alive |= {"model-0", "model-1"} if self.faults.models else set()
             dead = self.random.sample(sorted(alive), self.random.choice((0, 0, 2, 3)))
             self.later(e.NodeBack("a", frozenset(alive - set(dead))), 0.5, 3.0)
         self._orders()
@@ -334,6 +343,9 @@ class World:
         if self._chance("worker_dies"):
             for status in self.machine.workers.replicas.values():
                 self.later(e.WorkerFailed(status.slot.id, status.incarnation, "died"))
+        if self.faults.models and self._chance("model_dies"):
+            for status in self.machine.models.replicas.values():
+                self.later(e.ModelFailed(status.slot.id, status.incarnation, "died"))
         if self._chance("replanned"):
             self.later(e.PlanChosen(*self._some_plan()))
         if self._chance("ordered"):
@@ -348,6 +360,10 @@ class World:
         slots = self._some_slots(head)
         roles = {slot.id: self.random.choice(_MAY[slot.pool]) for slot in slots}
         roles[head] = Role.TRAIN
+        if self.faults.models:
+            for slot, role in roles.items():
+                if role in (Role.ROLLOUT, Role.IDLE) and self._chance("models"):
+                    roles[slot] = Role.MODEL
         bucket = self.plan.servers[0][1]
         buckets = [bucket, replace(bucket, up_to_tokens=30), replace(bucket, max_num_seqs=2)]
         serving = [slot for slot, role in roles.items() if role is Role.ROLLOUT]
@@ -358,6 +374,11 @@ class World:
             servers=tuple((slot, self.random.choice(buckets)) for slot in serving),
             train=(head, *train),
             gradient=tuple(slot for slot, role in roles.items() if role is Role.GRADIENT),
+            models=tuple(
+                (slot, self.random.choice(("judge", "customer")))
+                for slot, role in roles.items()
+                if role is Role.MODEL
+            ),
         )
         return plan, slots
 
@@ -601,6 +622,16 @@ class World:
     def _do_stop_worker(self, action: a.StopWorker) -> None:
         lost = self._lost_gpus(action.slot)
         self.later(e.WorkerStopped(action.slot, action.incarnation, lost))
+
+    def _do_start_model(self, action: a.StartModel) -> None:
+        if self._chance("start_fails"):
+            self.later(e.ModelFailed(action.slot, action.incarnation, "no such directory"))
+        else:
+            self.later(e.ModelStarted(action.slot, action.incarnation), 0.5, 5.0)
+
+    def _do_stop_model(self, action: a.StopModel) -> None:
+        lost = self._lost_gpus(action.slot)
+        self.later(e.ModelStopped(action.slot, action.incarnation, lost))
 
     def _lost_gpus(self, *slots: SlotId) -> tuple[LostGpu, ...]:
         """One of the GPUs of these slots, or none."""

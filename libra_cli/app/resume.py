@@ -17,6 +17,7 @@ from typing import TypeAlias
 from libra_cli.app.first_plan import explained_first_plan
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import StateError
+from libra_cli.config.frozen_models import FrozenModelSpec
 from libra_cli.config.on_resume import changes
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.planning.controller import plan_of_record
@@ -161,6 +162,7 @@ def _why_anew(before: Recipe, recipe: Recipe, plans: list[PlanRecord]) -> str:
         "nodes": (_shape(before.nodes), _shape(recipe.nodes)),
         "rollout.buckets": (before.rollout.buckets, recipe.rollout.buckets),
         "rollout.shapes": (before.rollout.shapes, recipe.rollout.shapes),
+        "models": (_models(before.models), _models(recipe.models)),
         "training.backend": (before.training.backend, recipe.training.backend),
     }
     changed = [name for name, (then, now) in said.items() if then != now]
@@ -171,6 +173,11 @@ def _shape(nodes: Sequence[NodeSpec]) -> list[tuple[object, ...]]:
     """Return what a plan depends on of each host: its name, GPUs, slots, pool, and whether two
     slots share its GPU."""
     return [(node.name, node.gpus, node.slots, node.pool, node.share is None) for node in nodes]
+
+
+def _models(models: Sequence[FrozenModelSpec]) -> list[tuple[str, int, int]]:
+    """Return what a plan depends on of each frozen model."""
+    return [(one.name, one.slots, one.most_slots) for one in models]
 
 
 def _kept(reader: Reader, recipe: Recipe, row: PlanRecord) -> FirstPlan:

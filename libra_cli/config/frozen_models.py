@@ -49,6 +49,9 @@ class FrozenModelSpec(Section):
     slots: Positive = 1
     """Slots of the pool models that have a server of it each, the next ones in the recipe's order.
     """
+    max_slots: Positive | None = None
+    """The most slots that have a server of it, with those of the pool auto that the planner, or an
+    order, gives it while the run goes on. Null: as many as ``slots``."""
     max_len: Positive | None = None
     """The most tokens of a request with its answer. Null: the model's own."""
     kv_gib: Positive = 1
@@ -56,8 +59,16 @@ class FrozenModelSpec(Section):
     vllm_args: tuple[str, ...] = ()
     """Further arguments of ``vllm serve``, for example of its parser of tool calls."""
 
+    @property
+    def most_slots(self) -> int:
+        """The most servers of it that there may be."""
+        return self.slots if self.max_slots is None else self.max_slots
+
     def problems(self) -> Iterator[Problem]:
-        """Yield arguments that libra gives itself."""
+        """Yield numbers of slots that contradict, and arguments that libra gives itself."""
+        if self.most_slots < self.slots:
+            why = f"is {self.max_slots}, and slots is {self.slots}: raise it, or leave it out"
+            yield Problem(("max_slots", "slots"), why)
         for index, argument in enumerate(self.vllm_args):
             flag = argument.split("=", 1)[0].replace("_", "-")
             if flag in _RESERVED:
@@ -106,6 +117,9 @@ def frozen_model_problems(
             told = did_you_mean(str(name), names) if names else ": models names none"
             yield Problem((key, "models"), f"there is no model {name!r}{told}")
     for index, one in enumerate(models):
+        if one.most_slots > one.slots and not {"auto", "hybrid"} & {*pools}:
+            why = "is more than slots, and no slot is of the pool auto: leave it out, or name one"
+            yield Problem((f"models[{index}].max_slots", "nodes"), why)
         if one.name in names[:index]:
             yield Problem((f"models[{index}].name",), f"{one.name!r} is named twice")
         if one.name not in asked.values():
@@ -114,6 +128,14 @@ def frozen_model_problems(
                 f"nothing asks for {one.name!r}: say served: {one.name} where a URL would stand, "
                 "as in environment.args, or leave it out",
             )
+
+
+def open_node_problems(models: Sequence[FrozenModelSpec]) -> Iterator[Problem]:
+    """Yield models that are to have slots of nodes which the planner cuts up."""
+    for index, one in enumerate(models):
+        if one.most_slots > one.slots:
+            why = "needs slots that keep their GPUs: say how many slots the nodes have, or leave it"
+            yield Problem((f"models[{index}].max_slots", "nodes"), f"{why} out")
 
 
 def served_in(value: Any, path: str = "") -> dict[str, object]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from libra_cli.config.errors import did_you_mean
 from libra_cli.config.fields import Section
-from libra_cli.config.frozen_models import frozen_model_problems
+from libra_cli.config.frozen_models import frozen_model_problems, open_node_problems
 from libra_cli.config.only_with import misplaced_keys
 from libra_cli.config.problems import Problem
 
@@ -59,6 +59,8 @@ def problems_between_fields(recipe: Recipe) -> Iterator[Problem]:
     yield from _worker_problems(recipe)
     pools = [pool for node in recipe.nodes for pool in node.slot_pools]
     yield from frozen_model_problems(recipe.models, pools, recipe.asked_models)
+    if recipe.has_open_nodes:
+        yield from open_node_problems(recipe.models)
     if recipe.teacher is not None:
         yield from recipe.teacher.problems_beside(recipe.models, recipe.model.max_len)
 

@@ -266,6 +266,30 @@ class StopWorker(ActionBase):
 
 
 @dataclass(frozen=True, slots=True)
+class StartModel(ActionBase):
+    """Start a server of a frozen model. Ends in ModelStarted or ModelFailed."""
+
+    slot: SlotId
+    incarnation: int
+    model: str
+
+    def failed(self, reason: str) -> e.ModelFailed:
+        return e.ModelFailed(self.slot, self.incarnation, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class StopModel(ActionBase):
+    """Stop a server of a frozen model once what it answers is answered, or has taken long enough.
+
+    Ends in ModelStopped, when none of its processes is left.
+    """
+
+    must_end: ClassVar[bool] = True
+    slot: SlotId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class AbortTurn(ActionBase):
     """End a generation now; its reply comes with what it has (finish reason ``abort``)."""
 
@@ -429,12 +453,14 @@ ServerAction: TypeAlias = (
 TurnAction: TypeAlias = Generate | AbortTurn
 TrainerAction: TypeAlias = StartTrainer | StopTrainer | Train | Accumulate | Checkpoint
 WorkerAction: TypeAlias = StartWorker | SyncWorker | StopWorker
+ModelAction: TypeAlias = StartModel | StopModel
 EpisodeAction: TypeAlias = StartEpisode | AdvanceEpisode | FinishEpisode | ForgetEpisode
 RuntimeAction: TypeAlias = (
     ServerAction
     | TurnAction
     | TrainerAction
     | WorkerAction
+    | ModelAction
     | EpisodeAction
     | AskTeacher
     | Propose

@@ -427,6 +427,32 @@ class WorkerStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelStarted:
+    """The server of a frozen model answers requests."""
+
+    slot: SlotId
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFailed:
+    """The server of a frozen model did not start, its process ended, or it answers no more."""
+
+    slot: SlotId
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStopped:
+    """No process of the server is left on the node, which lacks these GPUs where it had failed."""
+
+    slot: SlotId
+    incarnation: int
+    lost: tuple[LostGpu, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved:
     """The trainer wrote the checkpoint that was asked for, with a step or by itself."""
 
@@ -491,15 +517,16 @@ class PlanKept:
 class PlanOrdered:
     """A user wants another split, holds slots, or wants the planner to look now.
 
-    ``to`` are numbers of slots by role; ``pins`` hold slots in a role (None lets go); ``shapes``
-    are joined slots that there are to be (True) or not to be any more (False). With none of these,
-    the planner is asked.
+    ``to`` are numbers of slots by role; ``models`` numbers of servers by frozen model; ``pins``
+    hold slots in a role (None lets go); ``shapes`` are joined slots that there are to be (True) or
+    not to be any more (False). With none of these, the planner is asked.
     """
 
     order: str
     to: tuple[tuple[Role, int], ...] = ()
     pins: tuple[tuple[SlotId, Role | None], ...] = ()
     shapes: tuple[tuple[SlotId, bool], ...] = ()
+    models: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -542,6 +569,7 @@ ServerEvent: TypeAlias = (
 WorkerEvent: TypeAlias = (
     WorkerStarted | WorkerSynced | WorkerSyncFailed | WorkerFailed | WorkerStopped
 )
+ModelEvent: TypeAlias = ModelStarted | ModelFailed | ModelStopped
 TrainerEvent: TypeAlias = (
     TrainerStarted
     | TrainerFailed
@@ -554,5 +582,12 @@ TrainerEvent: TypeAlias = (
 )
 PlanEvent: TypeAlias = PlanChosen | PlanKept | PlanOrdered
 Event: TypeAlias = (
-    RunEvent | NodeEvent | RolloutEvent | ServerEvent | WorkerEvent | TrainerEvent | PlanEvent
+    RunEvent
+    | NodeEvent
+    | RolloutEvent
+    | ServerEvent
+    | WorkerEvent
+    | ModelEvent
+    | TrainerEvent
+    | PlanEvent
 )

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Final, TypeAlias
 from libra_cli.config.frozen_models import POOL
 from libra_cli.core.explanation import Explanation
 from libra_cli.core.json_form import HIDDEN, from_json_form
-from libra_cli.core.types import BranchTokens, ToolOutcome, ToolReturn
+from libra_cli.core.types import BranchTokens, Role, ToolOutcome, ToolReturn
 
 RENAMED: Final[Mapping[str, str]] = {
     "incarnation": "epoch",
@@ -151,7 +151,7 @@ class SlotRecord:
     @property
     def is_frozen(self) -> bool:
         """Whether it serves a model that is not the policy; ``bucket`` is its name."""
-        return self.pool == POOL
+        return self.pool == POOL or self.role == Role.MODEL
 
     @property
     def idle(self) -> float | None:
@@ -504,6 +504,8 @@ class PlanRecord:
     """Mean seconds of the last steps before the plan was chosen."""
     observed_after_s: float | None = None
     """Mean seconds of the first steps after the last move of the plan; None until they are done."""
+    models_json: str = "[]"
+    """``[[slot, model], ...]``: the slots that serve frozen models."""
 
     @property
     def servers(self) -> tuple[PlannedServer, ...]:
@@ -516,6 +518,10 @@ class PlanRecord:
     @property
     def gradient(self) -> tuple[str, ...]:
         return tuple(loads(self.gradient_json or "[]"))
+
+    @property
+    def models(self) -> tuple[tuple[str, str], ...]:
+        return tuple((slot, model) for slot, model in loads(self.models_json or "[]"))
 
     @property
     def reasons(self) -> tuple[str, ...]:

@@ -56,6 +56,7 @@ class Role(StrEnum):
     ROLLOUT = "rollout"
     TRAIN = "train"
     GRADIENT = "gradient"
+    MODEL = "model"
     IDLE = "idle"
     FAILED = "failed"
 
@@ -211,13 +212,15 @@ class Plan:
     """An assignment of slots to roles, and the shape of every server.
 
     ``servers`` maps each rollout slot to its bucket; ``train`` are the slots of the core, in rank
-    order; ``gradient`` are those of gradient workers. ``reasons`` are sentences for people.
+    order; ``gradient`` are those of gradient workers; ``models`` maps slots that serve a frozen
+    model to its name. ``reasons`` are sentences for people.
     """
 
     servers: tuple[tuple[SlotId, Bucket], ...]
     train: tuple[SlotId, ...]
     reasons: tuple[str, ...] = ()
     gradient: tuple[SlotId, ...] = ()
+    models: tuple[tuple[SlotId, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ async def take_over(
         memory,
         servers=performer.servers,
         workers=performer.workers,
+        models=performer.models,
         trainer=performer.trainer,
     )
     alive = {

@@ -1,7 +1,7 @@
 """Carries orders to a live run in files, which anybody who may write the run directory can give.
 
     <run dir>/orders/<id>.json           {"to": {"rollout": 3}, "pins": {"a/0": "gradient"},
-                                          "shapes": {"a/0+1": true}}
+                                          "shapes": {"a/0+1": true}, "models": {"judge": 2}}
     <run dir>/orders/<id>.answer.json    {"accepted": true, "text": "..."}
 
 Both appear by a rename, so nobody reads half of one. A Unix socket would not do, since its path may
@@ -95,7 +95,8 @@ def _event(order: str, message: Mapping[str, Any]) -> PlanOrdered:
     to = tuple((Role(role), _count(number)) for role, number in message["to"].items())
     pins = tuple((slot, Role(role) if role else None) for slot, role in message["pins"].items())
     shapes = tuple((slot, bool(joined)) for slot, joined in message.get("shapes", {}).items())
-    return PlanOrdered(order, to, pins, shapes)
+    models = tuple((name, _count(number)) for name, number in message.get("models", {}).items())
+    return PlanOrdered(order, to, pins, shapes, models)
 
 
 def _count(number: object) -> int:
@@ -110,6 +111,7 @@ def give_order(
     to: Mapping[Role, int],
     pins: Mapping[SlotId, Role | None],
     shapes: Mapping[SlotId, bool],
+    models: Mapping[str, int],
 ) -> tuple[bool, str]:
     """Give an order to a live run, from another process, and wait for the answer.
 
@@ -129,6 +131,7 @@ def give_order(
         "to": {str(role): n for role, n in to.items()},
         "pins": dict(pins),
         "shapes": dict(shapes),
+        "models": dict(models),
     }
     _put(directory / f"{order}.json", message)
     answer = directory / f"{order}{_ANSWER}"

@@ -11,6 +11,8 @@ from libra_cli.core.planning.planner import DecisionMaker
 from libra_cli.core.types import Slot, SlotId
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.evaluation.players import SamplingOf
+from libra_cli.runtime.frozen.models import FrozenModels
+from libra_cli.runtime.frozen.processes import ModelProcesses
 from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.order_files import Orders
 from libra_cli.runtime.performer import EpisodeSource, Performer
@@ -32,6 +34,7 @@ def performer_of(
     renderer: Renderer,
     episodes: EpisodeSource,
     images: ImageStore,
+    models: FrozenModels,
     planner: DecisionMaker,
     post: Callable[[Event], None],
 ) -> Performer:
@@ -47,6 +50,7 @@ def performer_of(
             recipe, cluster, slots, head=head, shares=shares, images=images, post=post
         ),
         workers=workers,
+        models=ModelProcesses(recipe.models, recipe.nodes, cluster, models, slots, post=post),
         episodes=episodes,
         orders=Orders(run_dir, post=post),
         weights=weights,

@@ -14,6 +14,7 @@ from libra_cli.core import actions as a
 from libra_cli.core.events import Event, PlanChosen, PlanKept, TimerFired
 from libra_cli.core.parts import takers_of_one
 from libra_cli.core.planning.planner import DecisionMaker, answer
+from libra_cli.runtime.frozen.processes import ModelProcesses
 from libra_cli.runtime.order_files import Orders
 from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.teacher import Teacher
@@ -61,6 +62,7 @@ class Performer:
     servers: Servers
     trainer: TrainerProcesses
     workers: WorkerProcesses
+    models: ModelProcesses
     episodes: EpisodeSource
     orders: Orders
     weights: Weights
@@ -74,6 +76,7 @@ class Performer:
             (a.ServerAction | a.TurnAction, self.servers),
             (a.TrainerAction, self.trainer),
             (a.WorkerAction, self.workers),
+            (a.ModelAction, self.models),
             (a.EpisodeAction, self.episodes),
             (a.AskTeacher, self.teacher),
             (a.Propose, Proposals(self.planner)),
@@ -87,9 +90,11 @@ class Performer:
         return await self._owners[type(action)].perform(action)
 
     async def close(self) -> None:
-        """Drop every connection to a server, a gradient worker, the trainer or the teacher."""
+        """Drop every connection to a server, a gradient worker, a model, the trainer or the
+        teacher."""
         await self.servers.processes.close()
         await self.workers.processes.close()
+        await self.models.close()
         await self.trainer.close()
         if self.teacher is not None:
             await self.teacher.close()

@@ -246,6 +246,7 @@ class Session:
             renderer=source.renderer,
             episodes=source.performer(memory.episodes),
             images=source.images,
+            models=self._models,
             planner=self._planning.planner(self._cluster.gpu_names),
             post=driver.post,
         )

@@ -33,6 +33,7 @@ from libra_cli.plugins.finding import find
 from libra_cli.sim.config import SimConfig
 from libra_cli.sim.counted import counted_trajectory
 from libra_cli.sim.episodes import SimEpisodes
+from libra_cli.sim.models import SimModels
 from libra_cli.sim.recording import Recording
 from libra_cli.sim.servers import SimServers
 from libra_cli.sim.traces import RecordedEpisode
@@ -133,6 +134,7 @@ class World:
             (a.EpisodeAction, self.episodes),
             (a.TrainerAction, self._trainer),
             (a.WorkerAction, SimWorkers(self._trainer, scene.to_training_s, scene.sync_s)),
+            (a.ModelAction, SimModels(self.time, scene.model_start_s)),
             (a.Propose | a.AnswerOrder, SimPlanner(self.time, plans, self._slots)),
             (a.AskTeacher, NoTeacher()),
             (a.Wake, self.time),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -11,10 +11,10 @@ from libra_cli.core.types import Role
 from libra_cli.runtime.order_files import give_order
 from libra_cli.runtime.store.controller_process import controller_alive
 from libra_cli.runtime.store.reader import Reader
-from libra_cli.runtime.store.run_directory import newest_run
+from libra_cli.runtime.store.run_directory import newest_run, recipe_of
 
 ORDERED = {str(role): role for role in (Role.ROLLOUT, Role.GRADIENT, Role.TRAIN)}
-"""Maps what ``--to`` and ``--pin`` take to the role of a slot."""
+"""Maps what ``--to`` and ``--pin`` take to the role of a slot; ``--to`` takes models too."""
 LET_GO = "auto"
 """What a slot is pinned to that is not to be held any more."""
 _V = TypeVar("_V")
@@ -59,10 +59,13 @@ def order(
             hint=f"libra rebalance {run_dir} --dry-run",
         )
     named = dict(_read_pair(part, _number) for part in to.split(",")) if to else {}
-    counts = {_role(name): number for name, number in named.items()}
+    counts = {ORDERED[name]: number for name, number in named.items() if name in ORDERED}
+    models = {name: number for name, number in named.items() if name not in ORDERED}
+    if models:
+        _check_models(models, [one.name for one in recipe_of(run_dir).models])
     pinned = dict(_read_pair(pin, _pin) for pin in pins)
     shapes = dict.fromkeys(join, True) | dict.fromkeys(split, False)
-    if shapes and (counts or pinned):
+    if shapes and (counts or pinned or models):
         raise RebalanceError(
             "--join and --split change the size of servers, and --to and --pin what slots do: "
             "order one after the other",
@@ -73,7 +76,7 @@ def order(
             raise StateError(
                 f"{run_dir} is not running any more", hint=f"libra rebalance {run_dir} --dry-run"
             )
-    return give_order(run_dir, counts, pinned, shapes)
+    return give_order(run_dir, counts, pinned, shapes, models)
 
 
 def _read_pair(text: str, read: Callable[[str], _V]) -> tuple[str, _V]:
@@ -90,6 +93,16 @@ def _number(text: str) -> int:
     if not text.isdigit():
         raise RebalanceError(f"{text!r} is not a number of slots", hint='--to "rollout=3"')
     return int(text)
+
+
+def _check_models(given: Iterable[str], served: Sequence[str]) -> None:
+    for name in given:
+        if name not in served:
+            known = ", ".join((*ORDERED, *served))
+            raise RebalanceError(
+                f"{name!r} is no role, and no model that the run serves; there are {known}",
+                hint='libra rebalance RUN_DIR --to "rollout=3"',
+            )
 
 
 def _role(text: str) -> Role:

@@ -42,11 +42,12 @@ S = ReplicaState
 
 TRANSITIONS: dict[ReplicaState, dict[ReplicaState, str]] = {
     S.IDLE: {
-        S.STARTING: "the plan gives it a server, a gradient worker or a trainer rank",
+        S.STARTING: "the plan gives it a server, a gradient worker, a model or a trainer rank",
         S.FAILED: "it has died too often of late, or never worked, or a GPU of it is lost",
     },
     S.STARTING: {
         S.JOINING: "the server has generated a token, or the worker's world is whole",
+        S.SERVING: "the server of a frozen model is healthy",
         S.TRAINING: "every rank is there and the world has the asked size",
         S.STOPPING: "the process ended, or was not ready in time, or the run ends",
     },
@@ -101,6 +102,8 @@ class Replica:
     role: Role = Role.IDLE
     incarnation: int = 0
     bucket: Bucket | None = None
+    #: The frozen model that it serves; empty for every other process.
+    model: str = ""
     #: The version the server has proved to compute with; None before the first proof.
     verified: PublishedVersion | None = None
     #: The version being loaded; None when no sync is under way.
@@ -224,7 +227,8 @@ class Replica:
     def check(self) -> None:
         """Raise AssertionError if requests are counted wrongly, or an unverified server serves."""
         assert self.running >= 0, f"{self.slot.id} counts {self.running} requests"
-        assert self.state is not S.SERVING or self.verified is not None, self.slot.id
+        proved = self.verified is not None or self.model
+        assert self.state is not S.SERVING or proved, self.slot.id
         assert self.running == 0 or self.state in (S.SERVING, S.DRAINING), self.slot.id
 
 
@@ -260,7 +264,7 @@ def slot_record(replica: Replica, *, now: Seconds, waiting: int) -> SlotRecord:
         state=replica.state if replica.reachable else "unreachable",
         since=replica.since,
         incarnation=replica.incarnation,
-        bucket=replica.bucket.name if replica.bucket else "",
+        bucket=replica.bucket.name if replica.bucket else replica.model,
         version=replica.verified.version.step if replica.verified else None,
         verified=replica.verified is not None,
         running=replica.running,

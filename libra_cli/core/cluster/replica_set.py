@@ -23,11 +23,14 @@ from typing import Any, ClassVar, assert_never
 from libra_cli.core.actions import (
     Action,
     CheckServer,
+    ModelAction,
     Save,
     ServerAction,
     SleepServer,
+    StartModel,
     StartServer,
     StartWorker,
+    StopModel,
     StopServer,
     StopWorker,
     SyncServer,
@@ -39,6 +42,8 @@ from libra_cli.core.actions import (
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.restarts import LATER_S, MAX_RESTARTS, told_of
 from libra_cli.core.events import (
+    ModelFailed,
+    ModelStopped,
     NodeBack,
     NodeEvent,
     NodeGone,
@@ -121,15 +126,15 @@ class ReplicaSet(ABC):
         replica = self.replicas.get(slot)
         return replica if replica is not None and replica.incarnation == incarnation else None
 
-    def wants(self, action: ServerAction | WorkerAction) -> bool:
+    def wants(self, action: ServerAction | WorkerAction | ModelAction) -> bool:
         """Whether the end of the action is still waited for."""
         replica = self.current(action.slot, action.incarnation)
         if replica is None:
             return False
         match action:
-            case StartServer() | StartWorker():
+            case StartServer() | StartWorker() | StartModel():
                 return replica.state is ReplicaState.STARTING
-            case StopServer() | StopWorker():
+            case StopServer() | StopWorker() | StopModel():
                 return replica.state is ReplicaState.STOPPING
             case SyncServer() | SyncWorker():
                 return replica.syncing == action.published
@@ -177,7 +182,9 @@ class ReplicaSet(ABC):
         replica.move(ReplicaState.JOINING, now=now)
         return [*self._sync(replica), ReplicaChanged(replica)]
 
-    def failed(self, event: ServerFailed | WorkerFailed, *, now: Seconds) -> list[Result]:
+    def failed(
+        self, event: ServerFailed | WorkerFailed | ModelFailed, *, now: Seconds
+    ) -> list[Result]:
         """The process is gone, or may as well be."""
         replica = self.current(event.slot, event.incarnation)
         return [] if replica is None else self.take_out(replica, event.reason, now=now, died=True)
@@ -193,7 +200,7 @@ class ReplicaSet(ABC):
         stop = self._stop_action(replica)
         return [stop, ReplicaChanged(replica), *self._taken_out(replica.slot.id, died=died)]
 
-    def gone(self, event: ServerStopped | WorkerStopped) -> list[Result]:
+    def gone(self, event: ServerStopped | WorkerStopped | ModelStopped) -> list[Result]:
         """Return ProcessGone for a process that was being stopped and is verified gone."""
         replica = self.current(event.slot, event.incarnation)
         if replica is None or replica.state is not ReplicaState.STOPPING:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from libra_cli.config.frozen_models import POOL, FrozenModelSpec
 from libra_cli.config.recipe import NodeSpec
+from libra_cli.core.launch.process import model_of
 from libra_cli.core.types import Pool, Slot
 
 
@@ -25,7 +26,7 @@ class FrozenSlot:
     @property
     def process(self) -> str:
         """The name of the server's process on its host."""
-        return f"model-{self.slot.id.rpartition('/')[2]}"
+        return model_of(self.slot.id)
 
 
 def frozen_slots(

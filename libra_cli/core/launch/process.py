@@ -110,6 +110,11 @@ def process_of(slot: SlotId) -> str:
     return f"server-{slot.rpartition('/')[2].replace('+', '-')}"
 
 
+def model_of(slot: SlotId) -> str:
+    """The name of the process of a slot that serves a frozen model."""
+    return f"model-{slot.rpartition('/')[2]}"
+
+
 def trainer_of(machine: int) -> str:
     """The name of the process that launches the trainer's ranks on a machine; rank 0 is on 0."""
     return f"trainer-{machine}"

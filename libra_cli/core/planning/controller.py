@@ -16,7 +16,7 @@ that comparison too.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from json import dumps
@@ -32,6 +32,7 @@ from libra_cli.core.notices import BoundChosen, Result
 from libra_cli.core.observation import STARVED, Observation
 from libra_cli.core.planning.triggers import ReplanTriggers
 from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
+from libra_cli.core.reconcile.model_orders import ordered_models
 from libra_cli.core.reconcile.reconciler import Reconciler
 from libra_cli.core.reconcile.shape_orders import reshaped_plan
 from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
@@ -138,6 +139,7 @@ class PlanController:
             servers_json=told.servers_json,
             train_json=told.train_json,
             gradient_json=told.gradient_json,
+            models_json=told.models_json,
         )
         return [Save(self._row)]
 
@@ -307,7 +309,7 @@ class PlanController:
             pins.pop(slot, None)
             if role is not None:
                 pins[slot] = role
-        if not event.to and not event.pins and not event.shapes:
+        if not (event.to or event.pins or event.shapes or event.models):
             self._due = ("asked for", event.order)
             return []
         try:
@@ -331,7 +333,10 @@ class PlanController:
             names = ", ".join(sorted(known))
             raise OrderRefused(f"there is no slot {unknown[0]}; the run has {names}")
         roles = {slot: self._reconciler.role_of(slot) for slot in known}
-        plan = ordered_plan(self._recipe, slots, roles, today.train, dict(event.to), pins)
+        models = ordered_models(self._recipe.models, slots, today, dict(event.models), pins)
+        left = [slot for slot in slots if slot.id not in models]
+        plan = ordered_plan(self._recipe, left, roles, today.train, dict(event.to), pins)
+        plan = replace(plan, models=tuple(models.items()))
         if lost := self._reconciler.cannot_train(plan, slots):
             raise OrderRefused(lost)
         return plan, slots
@@ -395,6 +400,7 @@ def record_of_plan(
         train_json=dumps(plan.train),
         reasons_json=dumps(plan.reasons),
         gradient_json=dumps(plan.gradient),
+        models_json=dumps(plan.models),
         cause=cause,
         predicted_before_s=promise.before_s if promise else None,
         predicted_after_s=promise.after_s if promise else None,
@@ -405,11 +411,11 @@ def record_of_plan(
 def plan_of_record(row: PlanRecord) -> Plan:
     """Return the plan that a row of the database describes."""
     servers = tuple((one.slot, Bucket(*astuple(one)[1:])) for one in row.servers)
-    return Plan(servers, row.train, row.reasons, row.gradient)
+    return Plan(servers, row.train, row.reasons, row.gradient, row.models)
 
 
-def _wanted_of(plan: Plan) -> tuple[dict[SlotId, Bucket], tuple[SlotId, ...], frozenset[SlotId]]:
-    return dict(plan.servers), plan.train, frozenset(plan.gradient)
+def _wanted_of(plan: Plan) -> tuple[object, ...]:
+    return dict(plan.servers), plan.train, frozenset(plan.gradient), dict(plan.models)
 
 
 def _role(plan: Plan, slot: SlotId) -> Role:
@@ -417,12 +423,16 @@ def _role(plan: Plan, slot: SlotId) -> Role:
         return Role.ROLLOUT
     if slot in plan.gradient:
         return Role.GRADIENT
+    if slot in dict(plan.models):
+        return Role.MODEL
     return Role.TRAIN if slot in plan.train else Role.IDLE
 
 
 def _words(plan: Plan) -> str:
     counts = (len(plan.servers), len(plan.gradient), len(plan.train))
-    return "moving to rollout={}, gradient={}, train={}".format(*counts)
+    told = "moving to rollout={}, gradient={}, train={}".format(*counts)
+    models = Counter(name for _, name in plan.models)
+    return ", ".join([told, *(f"{number} more for {name}" for name, number in models.items())])
 
 
 def _mean(values: deque[Seconds]) -> Seconds | None:

@@ -431,9 +431,10 @@ def _option(layout: Layout, times: Times) -> PlanOption:
 
 
 def roles_of(plan: Plan) -> dict[SlotId, str]:
-    """Return the role of each slot of the plan: a bucket's name, ``train`` or ``gradient``."""
-    servers = {slot: bucket.name for slot, bucket in plan.servers}
-    return servers | dict.fromkeys(plan.train, "train") | dict.fromkeys(plan.gradient, "gradient")
+    """Return the role of each slot of the plan: the name of a bucket or of a frozen model,
+    ``train`` or ``gradient``."""
+    roles = {slot: bucket.name for slot, bucket in plan.servers} | dict(plan.models)
+    return roles | dict.fromkeys(plan.train, "train") | dict.fromkeys(plan.gradient, "gradient")
 
 
 def answer(planner: DecisionMaker, action: Propose) -> PlanChosen | PlanKept:

@@ -131,8 +131,11 @@ class RecipePlacement:
             yield from reshaped(now.slots, slots_of(self.recipe), sizes, serving)
 
     def _free(self, slots: tuple[Slot, ...], now: Observation) -> tuple[Slot, ...]:
-        """The slots; in a run that is under way, what may not move is fixed."""
-        return fixed_slots(slots, dict(now.pins), now.plan.train[0]) if self.elastic else slots
+        """The slots without those of frozen models; in a run under way, what may not move is
+        fixed."""
+        models = dict(now.plan.models)
+        left = tuple(slot for slot in slots if slot.id not in models)
+        return fixed_slots(left, dict(now.pins), now.plan.train[0]) if self.elastic else left
 
     def _plans(self, slots: tuple[Slot, ...], current: Plan) -> Iterator[Plan]:
         seen: set[frozenset[SlotId]] = set()
@@ -147,7 +150,7 @@ class RecipePlacement:
                 plan = plan_with(self.recipe, slots, train - beside, why, gradient=beside)
             except PlanError:
                 continue
-            yield replace(plan, train=base or plan.train)
+            yield replace(plan, train=base or plan.train, models=current.models)
 
     def _nothing(self, search: Search, slots: tuple[Slot, ...], plans: list[Plan]) -> NothingFits:
         if not plans:

@@ -10,13 +10,17 @@ slots that overlap one at most is wanted.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from libra_cli.core.types import Bucket, Plan, Role, Slot, SlotId, devices_of
 
+Served: TypeAlias = Bucket | str
+"""What a server of a slot is: one of the policy, of a shape, or one of a frozen model, by name."""
+
 
 class DesiredState:
-    """The servers with their shapes, the gradient workers, and
-    the trainer's slots in rank order.
+    """The servers with their shapes, those of frozen models, the gradient workers, and the
+    trainer's slots in rank order.
     """
 
     def __init__(self, plan: Plan, slots: Iterable[Slot]) -> None:
@@ -29,6 +33,7 @@ class DesiredState:
     def adopt(self, plan: Plan) -> None:
         """Want what this plan has, and forget that the trainer refused slots of an earlier one."""
         self.servers: dict[SlotId, Bucket] = dict(plan.servers)
+        self.models: dict[SlotId, str] = dict(plan.models)
         self.gradient: set[SlotId] = set(plan.gradient)
         self.trainer: tuple[SlotId, ...] = plan.train
         #: Why the trainer is not to move to the slots that the plan has for it.
@@ -48,7 +53,8 @@ class DesiredState:
     def plan(self, reasons: tuple[str, ...]) -> Plan:
         """The placement that is wanted now, as a plan."""
         gradient = tuple(slot for slot in self.slots if slot in self.gradient)
-        return Plan(tuple(self.servers.items()), self.trainer, reasons, gradient)
+        servers, models = tuple(self.servers.items()), tuple(self.models.items())
+        return Plan(servers, self.trainer, reasons, gradient, models)
 
     def role_of(self, slot: SlotId) -> Role:
         """Return the role that is wanted of the slot."""
@@ -56,7 +62,13 @@ class DesiredState:
             return Role.ROLLOUT
         if slot in self.gradient:
             return Role.GRADIENT
+        if slot in self.models:
+            return Role.MODEL
         return Role.TRAIN if slot in self.trainer else Role.IDLE
+
+    def served(self, slot: SlotId) -> Served | None:
+        """Return what a server of the slot is to be; None where it is to have none."""
+        return self.servers.get(slot) or self.models.get(slot)
 
     def trains_on(self, slot: Slot) -> bool:
         """Whether the trainer is to be on the slot, or on something of it."""
@@ -68,26 +80,31 @@ class DesiredState:
         for slot in slots:
             self._make_room(slot)
 
-    def give_back(self, slot: SlotId, role: Role, bucket: Bucket | None) -> None:
+    def give_back(self, slot: SlotId, role: Role, served: Served | None) -> None:
         """Want of the slot again what it did before, unless the trainer has it."""
-        self.servers.pop(slot, None)
-        self.gradient.discard(slot)
+        self._want_nothing(slot)
         if self.trains_on(self.slots[slot]):
             return
-        if role is Role.ROLLOUT and bucket is not None:
+        if role in (Role.ROLLOUT, Role.GRADIENT, Role.MODEL):
             self._make_room(slot)
-            self.servers[slot] = bucket
+        if isinstance(served, Bucket):
+            self.servers[slot] = served
+        elif served:
+            self.models[slot] = served
         elif role is Role.GRADIENT:
-            self._make_room(slot)
             self.gradient.add(slot)
+
+    def _want_nothing(self, slot: SlotId) -> None:
+        self.servers.pop(slot, None)
+        self.models.pop(slot, None)
+        self.gradient.discard(slot)
 
     def _make_room(self, slot_id: SlotId) -> None:
         """Want nothing of the slot, which exists from now on, nor of those that overlap it."""
         slot = self.slots[slot_id]
         hit = [other for other in self.slots.values() if other.overlaps(slot)]
         for other in hit:
-            self.servers.pop(other.id, None)
-            self.gradient.discard(other.id)
+            self._want_nothing(other.id)
         if slot_id in self._existing:
             return
         ended = [other for other in hit if other.id in self._existing]
@@ -106,8 +123,8 @@ class DesiredState:
         """Raise AssertionError if a slot or a device is wanted
         twice, or a wanted slot does not exist.
         """
-        assert not self.servers.keys() & self.gradient, "a slot is wanted twice"
-        wanted = [*self.servers, *self.gradient, *self.trainer]
+        wanted = [*self.servers, *self.models, *self.gradient, *self.trainer]
+        assert len(wanted) == len(set(wanted)), "a slot is wanted twice"
         devices = [device for slot in wanted for device in devices_of(self.slots[slot])]
         assert len(devices) == len(set(devices)), f"two of {wanted} are wanted on one device"
         assert set(self._existing) >= set(wanted), f"some of {wanted} do not exist"

@@ -19,8 +19,9 @@ from enum import StrEnum
 from json import dumps
 from typing import NamedTuple
 
+from libra_cli.core.reconcile.desired_state import Served
 from libra_cli.core.records import MoveRecord
-from libra_cli.core.types import Bucket, Role, Seconds, SlotId
+from libra_cli.core.types import Role, Seconds, SlotId
 
 DONE, FAILED = "done", "failed"
 
@@ -83,7 +84,7 @@ LIFECYCLE: dict[MigrationPhase, PhaseRule] = {
 class SlotMigration:
     """The move of one slot from a role to another.
 
-    ``bucket`` is the shape of its server before, if any.
+    ``served`` is what its server was before, if it had one.
     """
 
     number: int
@@ -93,7 +94,7 @@ class SlotMigration:
     after: Role
     #: Whether the next process starts beside the old one.
     overlap_start: bool
-    bucket: Bucket | None
+    served: Served | None
     started_at: Seconds
     phases: list[tuple[MigrationPhase, Seconds]] = field(default_factory=list)
     #: Of the new process's assignment, once it has been started.

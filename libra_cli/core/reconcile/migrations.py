@@ -11,11 +11,13 @@ from typing import TypeAlias
 
 from libra_cli.core.actions import Save, Wake
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
+from libra_cli.core.cluster.model_servers import ModelServers
 from libra_cli.core.cluster.replica import Replica, ReplicaState
+from libra_cli.core.cluster.replica_set import ReplicaSet
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TrainerGroup
 from libra_cli.core.notices import PlanMended, Result
-from libra_cli.core.reconcile.desired_state import DesiredState
+from libra_cli.core.reconcile.desired_state import DesiredState, Served
 from libra_cli.core.reconcile.migration import (
     DONE,
     FAILED,
@@ -23,9 +25,9 @@ from libra_cli.core.reconcile.migration import (
     MigrationPhase,
     SlotMigration,
 )
-from libra_cli.core.types import Bucket, Role, Seconds, Slot, SlotId
+from libra_cli.core.types import Role, Seconds, Slot, SlotId
 
-Reshape: TypeAlias = Mapping[SlotId, tuple[Role, Bucket | None]]
+Reshape: TypeAlias = Mapping[SlotId, tuple[Role, Served | None]]
 """Slots that change together, with what each did before."""
 WORKING = (ReplicaState.SERVING, ReplicaState.TRAINING)
 _COMING = {
@@ -48,11 +50,13 @@ class MigrationTracker:
         wanted: DesiredState,
         servers: RolloutServers,
         workers: GradientWorkers,
+        models: ModelServers,
         training: TrainerGroup,
     ) -> None:
         self._wanted = wanted
         self._servers = servers
         self._workers = workers
+        self._models = models
         self._training = training
         self.moves: dict[SlotId, SlotMigration] = {}
         self._reshapes: list[Reshape] = []
@@ -69,12 +73,12 @@ class MigrationTracker:
             self._reshapes.append({slot: changed[slot] for slot in group})
         return [
             result
-            for slot, (role, bucket) in changed.items()
-            for result in self._begin(slot, role, bucket, plan, now)
+            for slot, (role, served) in changed.items()
+            for result in self._begin(slot, role, served, plan, now)
         ]
 
     def _begin(
-        self, slot: SlotId, before: Role, bucket: Bucket | None, plan: int, now: Seconds
+        self, slot: SlotId, before: Role, served: Served | None, plan: int, now: Seconds
     ) -> list[Result]:
         """A move that was under way there is over."""
         actions: list[Result] = []
@@ -87,7 +91,7 @@ class MigrationTracker:
         elastic = {before, after} == {Role.ROLLOUT, Role.GRADIENT}
         # On a host without GPUs two processes fit; on a GPU vLLM has taken the memory.
         overlap = elastic and not self._wanted.slots[slot].gpus
-        move = SlotMigration(self._number, plan, slot, before, after, overlap, bucket, now)
+        move = SlotMigration(self._number, plan, slot, before, after, overlap, served, now)
         move.detail = self._story(slot, before, after)
         self.moves[slot] = move
         return [*actions, Save(move.record())]
@@ -135,12 +139,14 @@ class MigrationTracker:
     # -- the phase it is in ---------------------------------------------------------------------
 
     def _tenant(self, slot: SlotId, role: Role) -> Replica | None:
-        if role is Role.ROLLOUT:
-            return self._servers.replicas.get(slot)
-        if role is Role.GRADIENT:
-            return self._workers.replicas.get(slot)
+        if role in (sets := self._sets):
+            return sets[role].replicas.get(slot)
         ranks = (rank for rank in self._training.replicas if rank.slot.id == slot)
         return next(ranks, None) if role is Role.TRAIN else None
+
+    @property
+    def _sets(self) -> dict[Role, ReplicaSet]:
+        return {one.role: one for one in (self._servers, self._workers, self._models)}
 
     def _follow(self, move: SlotMigration, now: Seconds) -> list[Result]:
         old, new = self._tenant(move.slot, move.before), self._tenant(move.slot, move.after)
@@ -229,7 +235,7 @@ class MigrationTracker:
 
     def _is_stopping(self, slot: SlotId) -> bool:
         """Whether a process there is not gone yet; else the slot waits for the trainer."""
-        roles = (Role.ROLLOUT, Role.GRADIENT, Role.TRAIN)
+        roles = (*self._sets, Role.TRAIN)
         tenants = (self._tenant(slot, role) for role in roles)
         return any(t is not None and t.state is ReplicaState.STOPPING for t in tenants)
 
@@ -240,8 +246,7 @@ class MigrationTracker:
         new = self._tenant(move.slot, move.after)
         if new is None:
             return []
-        stop = self._servers.take_out if move.after is Role.ROLLOUT else self._workers.take_out
-        return stop(new, why, now=now)
+        return self._sets[move.after].take_out(new, why, now=now)
 
     def _give_back(self, move: SlotMigration, why: str, now: Seconds) -> list[Result]:
         """Let the slot of a move that failed do again what it did before, or nothing.
@@ -253,7 +258,7 @@ class MigrationTracker:
             return self._undo(group, f"{move.slot}: {why}", now)
         if move.after is Role.TRAIN and move.slot in self._wanted.trainer:
             self._wanted.keep_trainer(self._training.life.proved_slots, why)
-        self._wanted.give_back(move.slot, move.before, move.bucket)
+        self._wanted.give_back(move.slot, move.before, move.served)
         role = self._wanted.role_of(move.slot)
         tenant = self._tenant(move.slot, role)
         left = "is free"
@@ -266,8 +271,8 @@ class MigrationTracker:
 
     def _undo(self, group: Reshape, why: str, now: Seconds) -> list[Result]:
         self._reshapes.remove(group)
-        for slot, (role, bucket) in group.items():
-            self._wanted.give_back(slot, role, bucket)
+        for slot, (role, served) in group.items():
+            self._wanted.give_back(slot, role, served)
         actions: list[Result] = []
         held = ", ".join(slot for slot, (role, _) in group.items() if role is not Role.IDLE)
         for move in [self.moves.pop(slot) for slot in group if slot in self.moves]:

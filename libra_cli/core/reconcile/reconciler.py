@@ -26,12 +26,13 @@ from collections.abc import Iterable, Iterator
 
 from libra_cli.core.actions import Wake
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
+from libra_cli.core.cluster.model_servers import ModelServers
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import ReplicaSet
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.trainer import TrainerGroup
 from libra_cli.core.notices import PlanMended, Result, TurnsBroken
-from libra_cli.core.reconcile.desired_state import DesiredState
+from libra_cli.core.reconcile.desired_state import DesiredState, Served
 from libra_cli.core.reconcile.migration import SlotMigration
 from libra_cli.core.reconcile.migrations import WORKING, MigrationTracker
 from libra_cli.core.types import Bucket, Plan, Role, Seconds, Slot, SlotId, devices_of
@@ -51,15 +52,17 @@ class Reconciler:
         self,
         servers: RolloutServers,
         workers: GradientWorkers,
+        models: ModelServers,
         training: TrainerGroup,
         plan: Plan,
         slots: Iterable[Slot],
     ) -> None:
         self._servers = servers
         self._workers = workers
+        self._models = models
         self._training = training
         self._wanted = DesiredState(plan, slots)
-        self._tracker = MigrationTracker(self._wanted, servers, workers, training)
+        self._tracker = MigrationTracker(self._wanted, servers, workers, models, training)
         self._draining: set[SlotId] = set()
         #: Whether the run is being wound down, so that nothing is started again.
         self._ending = False
@@ -86,6 +89,8 @@ class Reconciler:
         """Whether the plan still has the process that has just ended there."""
         if self._ending or replica.detail == WHY:
             return False
+        if replica.model:
+            return self._wanted.models.get(replica.slot.id) == replica.model
         if replica.bucket is None:
             return replica.slot.id in self._wanted.gradient
         return self._wanted.servers.get(replica.slot.id) == replica.bucket
@@ -113,22 +118,27 @@ class Reconciler:
         """
         wanted = self._wanted
         wanted.divide(slots)
-        before = {slot: (wanted.role_of(slot), wanted.servers.get(slot)) for slot in wanted.slots}
+        before = {slot: (wanted.role_of(slot), wanted.served(slot)) for slot in wanted.slots}
         wanted.adopt(plan)
         actions: list[Result] = []
         for slot, bucket in wanted.servers.items():
             actions += self._servers.expect_shape(wanted.slots[slot], bucket, now=now)
         for slot in sorted(wanted.gradient):
             self._workers.expect(wanted.slots[slot], now=now)
+        for slot in wanted.models:
+            self._models.expect(wanted.slots[slot], now=now)
         changed = {
             slot: done
             for slot, done in before.items()
-            if done[0] is not wanted.role_of(slot) or not self._keeps_shape(slot)
+            if done[0] is not wanted.role_of(slot) or not self._keeps(slot, done[1])
         }
         return actions + self._tracker.begin(changed, number, now=now)
 
-    def _keeps_shape(self, slot: SlotId) -> bool:
-        server, wanted = self._servers.replicas.get(slot), self._wanted.servers.get(slot)
+    def _keeps(self, slot: SlotId, before: Served | None) -> bool:
+        """Whether a server of the slot, which was to be so before, is as it is to be."""
+        server, wanted = self._servers.replicas.get(slot), self._wanted.served(slot)
+        if isinstance(wanted, str):
+            return before == wanted
         return server is None or wanted is None or server.bucket in (None, wanted)
 
     # -- one step, whenever something has changed -----------------------------------------------
@@ -142,6 +152,7 @@ class Reconciler:
         if arrived and not changed and not results:
             return results
         results += self._stop_unwanted(now)
+        results += self._stop_models(now)
         results += self._start_free(now)
         results += self._resize(now)
         results += self._tracker.look(now=now)
@@ -164,6 +175,16 @@ class Reconciler:
             if wrong and not self._waits_for(worker.slot.id, self._servers):
                 actions += self._workers.leave(worker, WHY, now=now)
         return actions
+
+    def _stop_models(self, now: Seconds) -> list[Result]:
+        """Stop the servers of frozen models that no plan has any more: what they answer, another
+        one is asked."""
+        return [
+            result
+            for one in self._models.replicas.values()
+            if one.up and self._wanted.models.get(one.slot.id) != one.model
+            for result in self._models.take_out(one, WHY, now=now)
+        ]
 
     def _is_last(self, server: Replica) -> bool:
         """Whether nobody else serves yet, and none that comes up waits for its GPUs alone."""
@@ -219,10 +240,11 @@ class Reconciler:
     def _is_in_the_way(self, server: Replica) -> bool:
         """Whether another server than this one is to use its devices, for which vLLM wants all of
         their memory."""
-        wanted = ((self._wanted.slots[slot], slot, b) for slot, b in self._wanted.servers.items())
+        wanted = {**self._wanted.servers, **self._wanted.models}
         return any(
-            server.slot.overlaps(slot) and (name, bucket) != (server.slot.id, server.bucket)
-            for slot, name, bucket in wanted
+            server.slot.overlaps(self._wanted.slots[slot])
+            and (slot, served) != (server.slot.id, server.bucket)
+            for slot, served in wanted.items()
         )
 
     def overdue(self, timer: str, *, now: Seconds) -> list[Result]:
@@ -247,6 +269,10 @@ class Reconciler:
             worker = self._workers.at(self._wanted.slots[slot], now=now)
             if worker.startable and self._is_free(worker.slot):
                 actions += self._workers.start(worker, now=now)
+        for slot, name in self._wanted.models.items():
+            model = self._models.at(self._wanted.slots[slot], now=now)
+            if model.startable and self._is_free(model.slot, model):
+                actions += self._models.serve(model, name, now=now)
         return actions
 
     def _come(self, server: Replica, bucket: Bucket, now: Seconds) -> list[Result]:
@@ -273,6 +299,7 @@ class Reconciler:
     def _replicas(self) -> Iterator[Replica]:
         yield from self._servers.replicas.values()
         yield from self._workers.replicas.values()
+        yield from self._models.replicas.values()
         yield from self._training.replicas
 
     def _resize(self, now: Seconds) -> list[Result]:
@@ -284,8 +311,8 @@ class Reconciler:
             return training.resize([], now=now)
         slots = [self._wanted.slots[slot] for slot in wanted]
         joining = [slot for slot in slots if slot.id not in training.slots]
-        others = [*self._servers.replicas.values(), *self._workers.replicas.values()]
-        held = [replica.slot for replica in others if replica.holds]
+        ranks = {id(rank) for rank in training.replicas}
+        held = [one.slot for one in self._replicas() if one.holds and id(one) not in ranks]
         if any(slot.overlaps(other) for slot in joining for other in held):
             return training.resize([], now=now)
         return training.resize(slots, now=now)

@@ -10,6 +10,7 @@ from libra_cli.config.rollout import CurriculumSpec, RolloutSpec
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core.algorithms.algorithm import Algorithm
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
+from libra_cli.core.cluster.model_servers import ModelServers
 from libra_cli.core.cluster.rollout_servers import RolloutServers
 from libra_cli.core.cluster.step_batch import StepBatch
 from libra_cli.core.cluster.trainer import TrainerGroup
@@ -91,6 +92,7 @@ class RunParts:
     scheduler: RequestScheduler
     servers: RolloutServers
     workers: GradientWorkers
+    models: ModelServers
     training: TrainerGroup
     rollout: Trajectories
     reconciler: Reconciler
@@ -105,6 +107,7 @@ class RunParts:
         self.training.check()
         self.scheduler.check()
         self.workers.check()
+        self.models.check()
         self.reconciler.check()
 
 
@@ -140,7 +143,8 @@ def assemble(
     train = [by_id[slot_id] for slot_id in plan.train]
     workers = _workers(recipe.training, dtype_of(recipe.model, train), train)
     training = _trainer(algorithm, ledger, train)
-    reconciler = Reconciler(servers, workers, training, plan, slots)
+    models = ModelServers()
+    reconciler = Reconciler(servers, workers, models, training, plan, slots)
     return RunParts(
         recipe,
         RunState(identity, recipe.run.steps),
@@ -149,6 +153,7 @@ def assemble(
         scheduler,
         servers,
         workers,
+        models,
         training,
         rollout,
         reconciler,

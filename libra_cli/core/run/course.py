@@ -138,10 +138,12 @@ class RunCourse:
         yield from parts.reconciler.end(why, now=now)
         yield from parts.servers.stop(why, now=now)
         yield from parts.workers.stop(why, now=now)
+        yield from parts.models.stop(why, now=now)
         yield from parts.training.stop(why, now=now)
 
     @property
     def _all_gone(self) -> bool:
         parts = self._parts
         down = parts.training.state in (TrainerState.DOWN, TrainerState.FAILED)
-        return down and parts.servers.stopped and parts.workers.stopped
+        others = (parts.servers, parts.workers, parts.models)
+        return down and all(one.stopped for one in others)

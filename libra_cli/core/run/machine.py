@@ -10,19 +10,20 @@ the property tests all drive this very object.
     reconciler  plans                       turns, shares, processes      ServerStopped, StepDone
     servers     servers, versions           a version to prove            VersionPublished
     workers     gradient workers, versions  a version to prove            VersionPublished
+    models      servers of frozen models    its slot to be free           ServerStopped, StepDone
     rollout     prompts, seats              a seat; the staleness bound   TurnGenerated; the same
     training    ready groups                a full batch                  the last EpisodeAdvanced
     the end     everything stopped          processes verified gone       ServerStopped,
                                                                           TrainerStopped
 
 Who changes whom: the controller gives the reconciler another plan, and the reconciler starts,
-drains and stops what servers, workers and training hold; calls go this way down and no other.
-Servers, workers, training and rollout never change one another, and nobody below changes the
-reconciler: what one does that concerns another is a *notice* among its results, which the machine
-hands on before it asks for the next result. Reading is free. Two books are written by several
-hands: the ledger of groups (rollout opens and ends them, training claims them) and the scheduler
-(rollout queues requests, the machine tells it which servers take some, and these keep the price and
-the version of their queues).
+drains and stops what servers, workers, models and training hold; calls go this way down and no
+other. Servers, workers, models, training and rollout never change one another, and nobody below
+changes the reconciler: what one does that concerns another is a *notice* among its results, which
+the machine hands on before it asks for the next result. Reading is free. Two books are written by
+several hands: the ledger of groups (rollout opens and ends them, training claims them) and the
+scheduler (rollout queues requests, the machine tells it which servers take some, and these keep the
+price and the version of their queues).
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ class Machine:
         ours: tuple[Part, ...] = (
             parts.servers,
             parts.workers,
+            parts.models,
             parts.training,
             parts.rollout,
             parts.controller,
@@ -106,7 +108,7 @@ class Machine:
         """Name the parts that are read from outside, such as the driver and the simulator."""
         self.recipe, self.run = parts.recipe, parts.run
         self.ledger, self.scheduler = parts.ledger, parts.scheduler
-        self.servers, self.workers = parts.servers, parts.workers
+        self.servers, self.workers, self.models = parts.servers, parts.workers, parts.models
         self.rollout, self.training = parts.rollout, parts.training
         self.reconciler, self.controller = parts.reconciler, parts.controller
 

@@ -138,8 +138,8 @@ class NoticeRouter:
         if isinstance(notice, n.ResizeRefused):
             return parts.reconciler.resize_refused(notice.why)
         replica, again = notice.replica, parts.reconciler.should_restart(notice.replica)
-        both: tuple[ReplicaSet, ...] = (parts.servers, parts.workers)
-        (own,) = (some for some in both if some.replicas.get(replica.slot.id) is replica)
+        every: tuple[ReplicaSet, ...] = (parts.servers, parts.workers, parts.models)
+        (own,) = (some for some in every if some.replicas.get(replica.slot.id) is replica)
         return own.after_end(replica, again=again, now=now)
 
     def _defer(
@@ -186,7 +186,8 @@ class NoticeRouter:
 
     def _shown(self, slot: SlotId, last: Replica) -> Replica:
         parts = self.parts
-        server, worker = parts.servers.replicas.get(slot), parts.workers.replicas.get(slot)
+        sets = (parts.servers, parts.workers, parts.models)
+        there = [some.replicas[slot] for some in sets if slot in some.replicas]
         rank = next((rank for rank in parts.training.replicas if rank.slot.id == slot), None)
         # One that the trainer has just left is no longer among its replicas.
-        return shown(replica for replica in (server, worker, rank, last) if replica is not None)
+        return shown((*there, last) if rank is None else (*there, rank, last))

@@ -63,6 +63,7 @@ class Timers:
         restarts = self._parts.reconciler.should_restart
         yield from self._parts.servers.rested(timer, restarts, now=now)
         yield from self._parts.workers.rested(timer, restarts, now=now)
+        yield from self._parts.models.rested(timer, restarts, now=now)
 
     def _node_overdue(self, node: str, now: Seconds) -> Iterator[Result]:
         self._parts.servers.node_overdue(node, now=now)

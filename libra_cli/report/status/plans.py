@@ -91,6 +91,7 @@ _IDLE: _Task = (Role.IDLE, "")
 def _tasks(plan: PlanRecord) -> dict[str, _Task]:
     tasks: dict[str, _Task] = dict.fromkeys(plan.train, (Role.TRAIN, ""))
     tasks |= dict.fromkeys(plan.gradient, (Role.GRADIENT, ""))
+    tasks |= {slot: (Role.MODEL, model) for slot, model in plan.models}
     return tasks | {server.slot: (Role.ROLLOUT, _shape(server)) for server in plan.servers}
 
 

@@ -47,7 +47,8 @@ def existing(
     """
     if plan is None:
         return list(slots)
-    planned = {*plan.train, *plan.gradient, *(server.slot for server in plan.servers)}
+    servers = (server.slot for server in plan.servers)
+    planned = {*plan.train, *plan.gradient, *dict(plan.models), *servers}
     there = [slot_of_row(row) for row in slots if row.slot in planned]
 
     def is_left(row: SlotRecord) -> bool:

@@ -17,13 +17,14 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.trainer_life import TrainerState
-from libra_cli.core.launch.process import process_of, worker_of
+from libra_cli.core.launch.process import model_of, process_of, worker_of
 from libra_cli.core.rollout.active import Stage
 from libra_cli.core.rollout.groups import GroupState
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.types import Seconds, Slot, SlotId
 from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.adoption.run_log import ReplayedRun
+from libra_cli.runtime.frozen.processes import ModelProcesses
 from libra_cli.runtime.rollout.servers import Servers
 from libra_cli.runtime.trainer.processes import TrainerProcesses
 from libra_cli.runtime.trainer.worker_processes import WorkerProcesses
@@ -69,7 +70,8 @@ class Adoption:
 def slots_of_machine(machine: Machine) -> dict[SlotId, Slot]:
     """Return every slot that a process of the machine's run may be on, by its id."""
     training = machine.training
-    replicas = [*machine.servers.replicas.values(), *machine.workers.replicas.values()]
+    sets = (machine.servers, machine.workers, machine.models)
+    replicas = [replica for some in sets for replica in some.replicas.values()]
     slots = [replica.slot for replica in (*replicas, *training.replicas)]
     every = (*machine.reconciler.slots, *slots, *training.life.reserved)
     return {slot.id: slot for slot in every}
@@ -81,6 +83,7 @@ async def connect(
     *,
     servers: Servers,
     workers: WorkerProcesses,
+    models: ModelProcesses,
     trainer: TrainerProcesses,
 ) -> list[e.Event]:
     """Connect to every process that worked; returns the failures of those that cannot be."""
@@ -98,6 +101,8 @@ async def connect(
             await workers.adopt(start, replica.verified)
         except LibraError as error:
             failed.append(e.WorkerFailed(start.slot, start.incarnation, str(error)))
+    for replica in _connectable(machine.models.replicas.values()):
+        models.begin(a.StartModel(replica.slot.id, replica.incarnation, replica.model))
     return [*failed, *await _connect_trainer(machine, memory, trainer)]
 
 
@@ -157,6 +162,8 @@ def _starting(machine: Machine, memory: RunMemory, node: str) -> set[str]:
             names.add((asked.action.slot, process_of(asked.action.slot)))
         elif isinstance(asked.action, a.StartWorker):
             names.add((asked.action.slot, worker_of(asked.action.slot)))
+        elif isinstance(asked.action, a.StartModel):
+            names.add((asked.action.slot, model_of(asked.action.slot)))
     slots = slots_of_machine(machine)
     return {name for slot, name in names if slot in slots and slots[slot].node == node}
 

@@ -73,7 +73,7 @@ class ModelsEndpoint:
         """The server of a model that has the least to do, once there is one; of those that have
         ``failed`` only if there is no other."""
         while True:
-            ready = [one for one in self._servers if one.model == name and one.session is not None]
+            ready = [one for one in self._servers if one.model == name and one.takes_requests]
             if ready:
                 return min(ready, key=lambda one: (one in failed, one.running))
             await self._changed.wait()

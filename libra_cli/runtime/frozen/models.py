@@ -65,11 +65,8 @@ class FrozenModels:
             yield NOWHERE
             return
         for one in self._slots:
-            process = partial(self._process, one)
-            compare = partial(self._files.compare, one)
-            server = FrozenServer(one, process, compare, self._cluster, self._save)
-            self._servers.append(server)
-            live = partial(server.live, self._wake)
+            server = self.add(one, self._save)
+            live = partial(server.live, self.wake)
             self._background.keep(f"serving {one.model.name} on {one.slot.id}", live)
         endpoint = ModelsEndpoint(self._servers, self._changed)
         self._cluster.events.subscribe(self.happened)
@@ -84,6 +81,18 @@ class FrozenModels:
             await self._background.close()
             for server in () if attaching() else self._servers:
                 server.leave()
+
+    def add(self, one: FrozenSlot, save: Callable[[Record], None]) -> FrozenServer:
+        """Return a server of a slot, which is not started yet, and hand it requests once it serves.
+        ``save`` keeps its rows."""
+        process, compare = partial(self._process, one), partial(self._files.compare, one)
+        server = FrozenServer(one, process, compare, self._cluster, save)
+        self._servers.append(server)
+        return server
+
+    def remove(self, server: FrozenServer) -> None:
+        """Forget a server that was added, and is gone."""
+        self._servers.remove(server)
 
     def happened(self, event: HostEvent) -> None:
         """Take in what a host reports."""
@@ -102,6 +111,7 @@ class FrozenModels:
         host, facts = self._cluster.hosts[one.node.name], self._cluster.facts[one.node.name]
         return frozen_process(one, facts, path=host.expand(one.model.path))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let requests that wait look for a server again."""
         self._changed.set()
         self._changed.clear()

@@ -57,6 +57,8 @@ class FrozenServer:
         self.model = frozen.model.name
         self.running = 0
         """Requests that it answers now."""
+        self.leaving = False
+        """Whether it takes no further request, since its slot is to do something else."""
         self.session: aiohttp.ClientSession | None = None
         """The connection to it while it serves; None while it does not."""
         self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -74,6 +76,11 @@ class FrozenServer:
         self._waiting = 0
         self._seconds = _Seconds(cluster.clock)
 
+    @property
+    def takes_requests(self) -> bool:
+        """Whether a request may be handed to it now."""
+        return self.session is not None and not self.leaving
+
     async def live(self, changed: Callable[[], None]) -> None:
         """Start it, and again whenever it has ended; ``changed`` hears when it serves or not."""
         node = self._slot.node
@@ -81,7 +88,7 @@ class FrozenServer:
             await self._cluster.until_reached(node)
             hint = f"libra logs {node} {self._process().process}"
             try:
-                reason = await self._one_life(changed)
+                reason = await self.one_life(changed)
             except LibraError as error:
                 reason, hint = f"did not serve: {error}", error.hint or hint
             self._tell_if_first(reason, hint)
@@ -123,8 +130,12 @@ class FrozenServer:
         """Tell that the slot has no server any more, at the end of the run."""
         self._become(ReplicaState.IDLE)
 
-    async def _one_life(self, changed: Callable[[], None]) -> str:
-        """Start the process, serve, and return why that is over. Raises LibraError."""
+    async def one_life(self, changed: Callable[[], None]) -> str:
+        """Start the process, serve, and return why that is over; ``changed`` hears when it serves.
+
+        Raises:
+            LibraError: its host refuses to start it, or cannot be reached.
+        """
         self._ended = asyncio.get_running_loop().create_future()
         self._lives += 1
         self._become(ReplicaState.STARTING)

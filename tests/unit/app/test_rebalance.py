@@ -386,7 +386,10 @@ def test_an_order_to_a_run_that_has_ended_or_to_a_recipe_is_refused(cpu_run: Pat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--to", "serve=2"), "'serve' is no role; there are rollout, gradient, train"),
+        (
+            ("--to", "serve=2"),
+            "'serve' is no role, and no model that the run serves; there are rollout",
+        ),
         (("--to", "rollout=many"), "'many' is not a number of slots"),
         (("--to", "rollout"), "'rollout' is not NAME=VALUE"),
         (("--pin", "a/0=idle"), "'idle' is no role"),

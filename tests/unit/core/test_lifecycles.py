@@ -40,8 +40,8 @@ def test_every_state_has_its_changes_and_each_change_its_cause(name: str) -> Non
 def test_a_replica_that_may_not_change_so_keeps_its_state_and_tells_its_past() -> None:
     one = Replica(Slot("a/0", "a", (), Pool.ROLLOUT), since=0.0)
     one.move(ReplicaState.STARTING, now=1.0)
-    with pytest.raises(IllegalMove, match=r"slot a/0 .*idle -> starting at 1.0 s.*-> serving"):
-        one.move(ReplicaState.SERVING, now=2.0)
+    with pytest.raises(IllegalMove, match=r"slot a/0 .*idle -> starting at 1.0 s.*-> draining"):
+        one.move(ReplicaState.DRAINING, now=2.0)
     assert (one.state, one.since) == (ReplicaState.STARTING, 1.0)
 
 

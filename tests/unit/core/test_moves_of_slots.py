@@ -58,6 +58,8 @@ FAULTS = st.builds(
     joined=st.sampled_from([0.0, 0.0, 0.3]),
     ordered=st.sampled_from([0.01, 0.1]),
     worker_dies=st.sampled_from([0.0, 0.0, 0.005]),
+    models=st.sampled_from([0.0, 0.3]),
+    model_dies=st.sampled_from([0.0, 0.005]),
     share_lost=st.sampled_from([0.0, 0.3]),
     abort_fails=st.sampled_from([0.0, 0.3]),
     gpu_lost=st.sampled_from([0.0, 0.0, 0.1]),
@@ -130,8 +132,9 @@ class Watched(World):
         self.processes[kind, slot] = None
 
     def _gone(self, event: e.Event) -> None:
-        if isinstance(event, (e.ServerStopped, e.ServerAsleep, e.WorkerStopped)):
-            key = ("worker" if isinstance(event, e.WorkerStopped) else "server", event.slot)
+        if isinstance(event, (e.ServerStopped, e.ServerAsleep, e.WorkerStopped, e.ModelStopped)):
+            kinds: dict[type, str] = {e.WorkerStopped: "worker", e.ModelStopped: "model"}
+            key = (kinds.get(type(event), "server"), event.slot)
             if self.processes.get(key) == event.incarnation:
                 del self.processes[key]
                 if isinstance(event, e.ServerAsleep):
@@ -143,13 +146,25 @@ class Watched(World):
                 if self.processes[key] == event.incarnation:
                     del self.processes[key]
 
-    def _do_start_server(self, action: a.StartServer) -> None:
+    def _wants_memory(self, kind: str, slot: SlotId) -> None:
         known = {slot.id: slot for slot in self._slots}
-        mine = slot_named(action.slot, known)
+        mine = slot_named(slot, known)
         beside = [slot for slot in self.asleep if slot_named(slot, known).overlaps(mine)]
-        assert not beside, f"{action.slot} is started where {beside} sleeps"
-        self._began("server", action.slot)
+        assert not beside, f"{slot} is started where {beside} sleeps"
+        self._began(kind, slot)
+
+    def _do_start_server(self, action: a.StartServer) -> None:
+        self._wants_memory("server", action.slot)
         super()._do_start_server(action)
+
+    def _do_start_model(self, action: a.StartModel) -> None:
+        self._wants_memory("model", action.slot)
+        assert len([key for key in self.processes if key[1] == action.slot]) == 1, "beside another"
+        super()._do_start_model(action)
+
+    def _do_stop_model(self, action: a.StopModel) -> None:
+        self.processes["model", action.slot] = action.incarnation
+        super()._do_stop_model(action)
 
     def _do_sleep_server(self, action: a.SleepServer) -> None:
         self.processes["server", action.slot] = action.incarnation

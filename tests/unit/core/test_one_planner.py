@@ -107,7 +107,7 @@ def some_observation(random: Random) -> tuple[Planner, Observation]:
 def in_a_live_run(planner: Planner, actions: list[a.Propose]) -> list[e.Event | None]:
     """What the runtime's performer makes of them, each in a thread."""
     nobody = cast("Any", None)
-    performer = Performer(nobody, nobody, nobody, nobody, nobody, nobody, planner)
+    performer = Performer(nobody, nobody, nobody, nobody, nobody, nobody, nobody, planner)
 
     async def every() -> list[e.Event | None]:
         return [await performer.perform(action) for action in actions]

@@ -45,20 +45,23 @@ async def between(run_dir: Path, act: Callable[[], object]) -> list[PlanOrdered]
 def test_an_order_arrives_as_it_was_given_and_its_answer_comes_back(tmp_path: Path) -> None:
     said: list[tuple[bool, str]] = []
     to, pins = {Role.ROLLOUT: 3, Role.GRADIENT: 1}, {"a/0": Role.GRADIENT, "a/1": None}
-    shapes = {"b/0+1": True, "b/2+3": False}
+    shapes, models = {"b/0+1": True, "b/2+3": False}, {"judge": 2}
     (event,) = asyncio.run(
-        between(tmp_path, lambda: said.append(give_order(tmp_path, to, pins, shapes)))
+        between(tmp_path, lambda: said.append(give_order(tmp_path, to, pins, shapes, models)))
     )
     assert dict(event.to) == to
     assert dict(event.pins) == pins
     assert dict(event.shapes) == shapes
+    assert dict(event.models) == models
     assert said == [(False, "heard")]
     assert list((tmp_path / "orders").iterdir()) == []
 
 
 def test_without_a_split_or_pins_the_planner_is_asked(tmp_path: Path) -> None:
     said: list[tuple[bool, str]] = []
-    (event,) = asyncio.run(between(tmp_path, lambda: said.append(give_order(tmp_path, {}, {}, {}))))
+    (event,) = asyncio.run(
+        between(tmp_path, lambda: said.append(give_order(tmp_path, {}, {}, {}, {})))
+    )
     assert (event.to, event.pins) == ((), ())
     assert said == [(True, "heard")]
 
@@ -86,7 +89,7 @@ def test_orders_left_by_an_earlier_controller_are_void(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_listening_yet_says_so(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="takes no orders yet"):
-        give_order(tmp_path, {}, {}, {})
+        give_order(tmp_path, {}, {}, {}, {})
 
 
 def test_a_controller_that_does_not_answer_is_given_up(
@@ -95,5 +98,5 @@ def test_a_controller_that_does_not_answer_is_given_up(
     (tmp_path / "orders").mkdir()
     monkeypatch.setattr(files, "ANSWER_S", 0.2)
     with pytest.raises(StateError, match="has not answered"):
-        give_order(tmp_path, {}, {}, {})
+        give_order(tmp_path, {}, {}, {}, {})
     assert list((tmp_path / "orders").iterdir()) == []

@@ -17,7 +17,7 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.cluster.trainer_life import TrainerState
-from libra_cli.core.launch.process import process_of, worker_of
+from libra_cli.core.launch.process import model_of, process_of, worker_of
 from libra_cli.core.rollout.active import Stage
 from libra_cli.runtime.adopted_run import ended_before
 from libra_cli.runtime.adoption.memory import RunMemory
@@ -129,6 +129,7 @@ class KilledWorld(World):
             self.memory,
             servers=owners.servers,
             workers=owners.workers,
+            models=owners.models,
             trainer=owners.trainer,
         )
         failed = asyncio.run(connecting)
@@ -149,7 +150,9 @@ class KilledWorld(World):
 
     def _processes(self) -> Iterator[tuple[str, str]]:
         servers, workers = self.machine.servers.replicas, self.machine.workers.replicas
-        for replicas, name in ((servers, process_of), (workers, worker_of)):
+        models = self.machine.models.replicas
+        names = ((servers, process_of), (workers, worker_of), (models, model_of))
+        for replicas, name in names:
             yield from ((one.slot.node, name(one.slot.id)) for one in _up(replicas.values()))
         training = self.machine.training
         if training.state not in (TrainerState.DOWN, TrainerState.FAILED):
@@ -167,6 +170,7 @@ class FakeOwners:
     def __init__(self, world: KilledWorld) -> None:
         self.world = world
         self.servers = self.workers = SimpleNamespace(adopt=self.adopt)
+        self.models = SimpleNamespace(begin=lambda action: None)
         self.trainer = SimpleNamespace(adopt=self.adopt_trainer)
 
     async def adopt(self, action: a.StartServer | a.StartWorker, proved: object = None) -> None:

@@ -23,17 +23,21 @@ from aiohttp import web
 from libra_cli.config.errors import HostError, HostLost, ProcessError
 from libra_cli.config.frozen_models import ModelsAddress
 from libra_cli.config.recipe import Recipe
+from libra_cli.core import actions as a
+from libra_cli.core import events as e
 from libra_cli.core.cluster.restarts import RestartBudget
 from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.records import FrozenModelRecord, Record, SlotRecord
+from libra_cli.core.types import Pool, Slot
 from libra_cli.runtime.frozen import server as module
 from libra_cli.runtime.frozen.models import FrozenModels
+from libra_cli.runtime.frozen.processes import ModelProcesses
 from libra_cli.runtime.hosts.agent_messages import Exited, LeaseExpired
 from libra_cli.runtime.hosts.event_bus import HostEventBus
 from libra_cli.runtime.hosts.transport import Endpoint
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 RECIPE = Recipe.model_validate(
     {
         "nodes": [{"host": "a", "slots": 4, "pool": ["rollout", "train", "models", "models"]}],
@@ -60,6 +64,7 @@ class Hosts:
         self.facts = {"a": HostFacts("a", "python", "/w", "/r", "/v", "a", tmp_dir=str(directory))}
         self.hosts = {"a": SimpleNamespace(expand=lambda path: path)}
         self.lost: set[str] = set()
+        self.models: FrozenModels
         self.events = HostEventBus()
         self.files = {"model.safetensors": [7, "00"]}
         """What the directory of the model holds."""
@@ -192,7 +197,6 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Run a scene of a run's frozen models, which ``adopts`` or begins them."""
     monkeypatch.setattr(module, "ASK_EVERY_S", 0.01)
     monkeypatch.setattr(module, "CHECK_EVERY_S", 0.01)
-    monkeypatch.setattr(module, "SILENT_S", 0.05)
 
     def run(
         scene: Any,
@@ -210,7 +214,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         async def main() -> Any:
             there: Any = hosts or Hosts(tmp_path)
             slots = frozen_slots(RECIPE.models, RECIPE.nodes)
-            models = FrozenModels(slots, there, save)
+            models = there.models = FrozenModels(slots, there, save)
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(there.close)
                 opened = models.opened(attaching=lambda: adopts, recorded=recorded)
@@ -402,7 +406,11 @@ def test_one_that_goes_with_its_host_is_started_once_that_is_back(play: Any) -> 
     play(scene)
 
 
-def test_one_that_answers_nothing_is_replaced_but_not_while_its_host_is_away(play: Any) -> None:
+def test_one_that_answers_nothing_is_replaced_but_not_while_its_host_is_away(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "SILENT_S", 0.05)
+
     async def scene(run: Scene) -> None:
         run.hosts.lost.add("a")
         run.hosts.is_well = False
@@ -468,3 +476,84 @@ def test_a_run_that_goes_on_with_another_path_serves_that(play: Any) -> None:
         assert (await run.ask())[0] == 200
 
     play(scene, recorded=[FrozenModelRecord("judge", "a", "/old", "", 7, 0.0, 0.0, "{}")])
+
+
+FREE = Slot("a/0", "a", (), Pool.HYBRID)
+START = a.StartModel("a/0", 0, "judge")
+
+
+def processes(hosts: Any, posted: list[e.Event]) -> ModelProcesses:
+    """Who starts and stops servers on slots of the planner."""
+    return ModelProcesses(
+        RECIPE.models, RECIPE.nodes, hosts, hosts.models, {"a/0": FREE}, post=posted.append
+    )
+
+
+def test_a_server_on_a_slot_of_the_planner_shares_the_requests_until_it_goes(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        posted: list[e.Event] = []
+        owner = processes(run.hosts, posted)
+        assert await owner.perform(START) == e.ModelStarted("a/0", 0)
+        assert run.hosts.started[-1] == "model-0"
+        run.hosts.held = asyncio.Event()
+        asked = [asyncio.create_task(run.ask(n=number)) for number in range(3)]
+        await until(lambda: len(run.hosts.asked) == 3)
+        assert sorted(run.hosts.asked) == ["model-0", "model-2", "model-3"]
+        leaving = asyncio.create_task(owner.perform(a.StopModel("a/0", 1)))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(run.ask(n=3))
+        await until(lambda: len(run.hosts.asked) == 4)
+        assert run.hosts.asked[-1] != "model-0", "it is to go and takes another request"
+        assert not leaving.done(), "it has not answered what it was asked"
+        run.hosts.held.set()
+        assert await leaving == e.ModelStopped("a/0", 1)
+        assert [status for status, _ in await asyncio.gather(*asked, late)] == [200] * 4
+        assert "model-0" not in run.hosts.running
+        assert posted == []
+        assert await owner.perform(a.StartModel("a/0", 1, "judge")) == e.ModelStarted("a/0", 1)
+        await owner.close()
+        assert "model-0" in run.hosts.running
+
+    play(scene)
+
+
+def test_a_server_that_takes_too_long_to_answer_goes_and_another_is_asked(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libra_cli.runtime.frozen.processes.ANSWERS_S", 5)
+
+    async def scene(run: Scene) -> None:
+        owner = processes(run.hosts, [])
+        await owner.perform(START)
+        run.hosts.held = asyncio.Event()
+        asked = [asyncio.create_task(run.ask(n=number)) for number in range(3)]
+        await until(lambda: "model-0" in run.hosts.asked)
+        assert await owner.perform(a.StopModel("a/0", 1)) == e.ModelStopped("a/0", 1)
+        run.hosts.held.set()
+        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3
+
+    play(scene)
+
+
+def test_of_one_that_does_not_start_or_dies_the_machine_hears_and_starts_no_other(
+    play: Any,
+) -> None:
+    async def scene(run: Scene) -> None:
+        posted: list[e.Event] = []
+        owner = processes(run.hosts, posted)
+        run.hosts.refuses = "a has no room"
+        assert await owner.perform(START) is None
+        assert posted == [e.ModelFailed("a/0", 0, "a has no room")]
+        await owner.perform(a.StopModel("a/0", 1))
+        run.hosts.refuses = ""
+        assert await owner.perform(a.StartModel("a/0", 1, "judge")) == e.ModelStarted("a/0", 1)
+        await run.hosts.kill("model-0")
+        await until(lambda: len(posted) == 2)
+        assert isinstance(posted[1], e.ModelFailed)
+        assert "ValueError: no room" in posted[1].reason
+        status, told = await run.ask(n=1)
+        assert (status, told["by"] in ("model-2", "model-3")) == (200, True)
+        assert run.hosts.started.count("model-0") == 1
+        await owner.close()
+
+    play(scene)
