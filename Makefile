@@ -40,7 +40,11 @@ SLOW := (integration or vllm) and not nightly
 LATER = $(shell grep -rlE "^(pytestmark = \[?|    )pytest\.mark\.vllm" tests/unit)
 # Files with slow tests, and with those that run alone: importing all 500 takes half a minute in
 # every process.
-SLOWS = $(sort $(shell grep -rlE "pytest\.mark\.(integration|vllm)" --include="test_*.py" tests))
+# Those that take longest come first, so that no worker is left with one at the end.
+LONG := $(patsubst %,tests/integration/test_%.py,real_model frozen_models tinker_cookbook \
+  joined_slots chaos tinker vision teacher) tests/clients/test_live.py
+SLOWS = $(LONG) $(filter-out $(LONG),$(sort \
+  $(shell grep -rlE "pytest\.mark\.(integration|vllm)" --include="test_*.py" tests)))
 ALONE = $(sort $(shell grep -rl "pytest\.mark\.alone" --include="test_*.py" tests))
 TOLD := --durations 10 --durations-min 2
 
@@ -87,8 +91,8 @@ site: $(VENV)/.stamp-dev ## make a web site of README and the pages of libra hel
 clients: $(VENV)/.stamp-dev ## install the agents' clients that tests play, outside $(VENV) (1.5 GB)
 	$(BIN)/python -m tests.clients.catalogue
 
-# A file's tests share what they start, so they stay in one process. Files keep their order, which
-# has the short ones last; by number of tests the longest would be.
+# A file's tests share what they start, so they stay in one process. Files keep their order; by
+# number of tests the longest would be last.
 light: $(VENV)/.stamp-test clients ## integration tests that may run side by side
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOWS) \
 	  -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TOLD) -m "$(SLOW) and not alone"

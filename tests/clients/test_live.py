@@ -18,7 +18,6 @@ from tests.live import live, require
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(2400),
 ]

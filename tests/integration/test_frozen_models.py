@@ -17,7 +17,6 @@ require("vllm")
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.vllm,
-    pytest.mark.alone,
     pytest.mark.timeout(900),
 ]
 MODEL = CHECKOUT / "libra_cli/models/pointer-chase"

@@ -13,7 +13,6 @@ from tests.live import LIBRA, START_S, require
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
 ]

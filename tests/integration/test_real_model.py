@@ -15,7 +15,6 @@ from tests.live import CHECKOUT, START_S, STEP_S, Live, live, require
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
 ]

@@ -32,7 +32,6 @@ from tests.teacher_server import teacher_server  # noqa: E402
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.vllm,
-    pytest.mark.alone,
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore"),
 ]

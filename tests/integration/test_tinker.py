@@ -15,7 +15,6 @@ from tests.tinker_service import ServedTinker, tinker_service
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(900),
 ]

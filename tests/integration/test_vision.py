@@ -18,7 +18,6 @@ from tests.vision import IMAGE, teach_letters, write_model
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.alone,
     pytest.mark.vllm,
     pytest.mark.timeout(1200),
     pytest.mark.filterwarnings("ignore"),
