@@ -43,7 +43,6 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def a_recipe(base: Path, work: Path) -> Path:
     document = yaml.safe_load((CHECKOUT / "recipes/quickstart.yaml").read_text())
     document["nodes"][0] |= {"workdir": str(work), "python": sys.executable}
-    document["model"]["build"]["warm_steps"] = 1
     document["rollout"]["buckets"] = [{"name": "all", "max_num_seqs": 16}]
     document["training"]["groups_per_step"] = 4
     path = base / "recipe.yaml"
