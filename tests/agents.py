@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from libra_cli.config.frozen_models import NOWHERE, ModelsAddress
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.events import TurnGenerated
 from libra_cli.core.rollout.turns import append_turn, extend_masked, go_on_at
@@ -132,12 +133,18 @@ async def open_here(node: str, process: str, module: str) -> ByteStream:
 
 
 def fake_machine(
-    agent: dict[str, Any], renderer: Renderer, run_dir: Path, **changes: Any
+    agent: dict[str, Any],
+    renderer: Renderer,
+    run_dir: Path,
+    address: ModelsAddress = NOWHERE,
+    **changes: Any,
 ) -> FakeMachine:
-    """The fake machine of a recipe with this agent."""
+    """The fake machine of a recipe with this agent; its frozen models answer at ``address``."""
     made = recipe(agent, **changes)
     notes: list[str] = []
-    episodes = AgentEpisodes(made, renderer, run_dir, note=notes.append, open_on=open_here)
+    episodes = AgentEpisodes(
+        made, renderer, run_dir, note=notes.append, open_on=open_here, models=address
+    )
     return FakeMachine(episodes, renderer, made.rollout.max_turns, notes=notes)
 
 

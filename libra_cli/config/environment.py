@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue, SecretStr, field_validator
 
 from libra_cli.config.fields import Count, Positive, Section, one_or_several
-from libra_cli.config.frozen_models import FrozenModelSpec, ModelsAddress
+from libra_cli.config.frozen_models import FrozenModelSpec, ModelsAddress, variable_of
 from libra_cli.config.on_resume import ALL_MAY_CHANGE, MAY_CHANGE, fixed
 from libra_cli.config.only_with import not_with, only_with
 from libra_cli.config.problems import Problem
@@ -270,6 +270,9 @@ class AgentSpec(Section):
     """Seconds that an agent may take until its next request or its end."""
     nodes: Annotated[tuple[str, ...], one_or_several, _FOR_COMMANDS] = ()
     """The nodes that run commands, by name. None: the controller runs them."""
+    served: Annotated[tuple[str, ...], one_or_several] = ()
+    """Names of models that the run serves itself (``models``) and agents may ask: a command has
+    LIBRA_MODEL_<NAME>_URL, and its own key opens it."""
     in_sandbox: Annotated[bool, _FOR_COMMANDS] = False
     """Whether commands run in the sandbox of the environment's task, beside the files that are
     scored; environment.sandbox says what that is. HOME is then the copy of ``directory``."""
@@ -297,6 +300,10 @@ class AgentSpec(Section):
                 "is given, but an agent in a sandbox runs where the environment has that: leave "
                 "it out",
             )
+        variables = [variable_of(name) for name in self.served]
+        for index, variable in enumerate(variables):
+            if variable in variables[:index]:
+                yield Problem((f"served[{index}]",), f"and an earlier one would both be {variable}")
         yield from environment_problems(self.env, "agent.secrets")
 
 

@@ -8,6 +8,7 @@ there. No I/O.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,6 +74,11 @@ class FrozenModelSpec(Section):
             flag = argument.split("=", 1)[0].replace("_", "-")
             if flag in _RESERVED:
                 yield Problem((f"vllm_args[{index}]",), f"{flag} is set by libra from other fields")
+
+
+def variable_of(name: str) -> str:
+    """The environment variable that tells an agent the URL of a model."""
+    return f"LIBRA_MODEL_{re.sub('[^A-Za-z0-9]', '_', name).upper()}_URL"
 
 
 @dataclass(frozen=True, slots=True)

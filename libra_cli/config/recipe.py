@@ -587,6 +587,8 @@ class Recipe(Section):
         """The name of the frozen model at every key that asks for one."""
         teacher = self.teacher.served if self.teacher is not None else None
         asked: dict[str, object] = {} if teacher is None else {"teacher.served": teacher}
+        for index, name in enumerate(self.agent.served if self.agent is not None else ()):
+            asked[f"agent.served[{index}]"] = name
         for key, environment in self.named_environments:
             asked |= served_in(environment.args, f"{key}.args")
         return asked

@@ -218,6 +218,7 @@ class Session:
                 self._run_dir,
                 open_on=self._cluster.open_stream,
                 note=self._records.note,
+                models=address,
                 adopts=self._attaching,
             ) as source,
         ):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli.config.environment import EnvironmentSpec
-from libra_cli.config.frozen_models import NOWHERE
+from libra_cli.config.frozen_models import NOWHERE, ModelsAddress
 from libra_cli.config.recipe import ModelSpec, Recipe
 from libra_cli.core.algorithms.algorithm import check_roles
 from libra_cli.core.types import TrajectoryId
@@ -90,9 +90,11 @@ async def open_source(
     *,
     open_on: OpenOnNode,
     note: Callable[[str], None],
+    models: ModelsAddress = NOWHERE,
     adopts: bool = False,
 ) -> AsyncIterator[TrajectorySource]:
-    """Open what the recipe names; ``open_on`` begins environments on other hosts.
+    """Open what the recipe names; ``open_on`` begins environments on other hosts, ``models`` is
+    where the run's frozen models answer.
 
     One that ``adopts`` a run begins no first task to see whether it can be: the killed controller
     has, and a model that is asked there may not be up again.
@@ -110,7 +112,7 @@ async def open_source(
         demonstrated = Demonstrations(rows, renderer, seed=recipe.run.seed, max_len=max_len)
         yield TrajectorySource(renderer, demonstrated, recipe, images)
         return
-    player = _player(recipe, renderer, run_dir, images, open_on=open_on, note=note)
+    player = _player(recipe, renderer, run_dir, images, open_on=open_on, models=models, note=note)
     try:
         await player.prepare(note)
         if not adopts:
@@ -140,12 +142,15 @@ def _player(
     images: ImageStore,
     *,
     open_on: OpenOnNode,
+    models: ModelsAddress,
     note: Callable[[str], None],
 ) -> EpisodePlayer:
     """Plays what is trained, and what is evaluated if anything is."""
     trained: EpisodePlayer
     if recipe.agent is not None:
-        trained = AgentEpisodes(recipe, renderer, run_dir, note=note, open_on=open_on)
+        trained = AgentEpisodes(
+            recipe, renderer, run_dir, note=note, open_on=open_on, models=models
+        )
     else:
         environments, labels = recipe.environment, recipe.environment_labels
         trained = Episodes(

@@ -56,6 +56,8 @@ class EnclosedJob:
     api_key: str
     model: str
     timeout_s: float
+    models: Sequence[str] = ()
+    """Names of the run's frozen models that it may ask at the endpoint."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return its fields, which another process makes it of."""
@@ -77,7 +79,7 @@ class EnclosedJob:
         sandbox.write(TASK, self.task.encode())
         listener = sandbox.listen()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/t/{self.api_key}"
-        told = CommandJob("", self.task, url, self.api_key, self.model)
+        told = CommandJob("", self.task, url, self.api_key, self.model, self.models)
         env = {**place.env, **told_variables(told, HOME, TASK), **self.env}
         with Bridge(listener, self.port):
             seconds = min(self.timeout_s, place.time_s)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from libra_cli.config.frozen_models import variable_of
 from libra_cli.envs.agents.command import CommandEnd, GroupCommand
 
 
@@ -27,6 +28,8 @@ class CommandJob:
     root_url: str
     api_key: str
     model: str
+    models: Sequence[str] = ()
+    """Names of the run's frozen models that it may ask there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def told_variables(job: CommandJob, home: str, task_file: str) -> dict[str, str]
         "LIBRA_MODEL": job.model,
         "LIBRA_TASK": task_file,
         "LIBRA_REWARD_URL": f"{job.root_url}/reward",
+        **{variable_of(name): f"{job.root_url}/models/{name}/v1" for name in job.models},
     }
 
 

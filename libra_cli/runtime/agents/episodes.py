@@ -31,11 +31,13 @@ from pathlib import Path
 from typing import Any
 
 from libra_cli.config.errors import AgentFailed
+from libra_cli.config.frozen_models import NOWHERE, ModelsAddress
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import masker
 from libra_cli.core.types import Seconds, Tokens, TrajectoryId
 from libra_cli.envs.protocol import Message
 from libra_cli.envs.session import Opening
+from libra_cli.runtime.agents.frozen_models import AgentModels
 from libra_cli.runtime.agents.play import AgentEnd, AgentPlay, Ask, PlayLimits, SaidTurn
 from libra_cli.runtime.agents.runners import (
     LEAVE_S,
@@ -70,10 +72,12 @@ class AgentEpisodes:
         *,
         note: Callable[[str], None],
         open_on: OpenOnNode = no_nodes,
+        models: ModelsAddress = NOWHERE,
     ) -> None:
         """Find the environment and the agent; ``note`` tells the user something, once.
 
-        ``open_on`` reaches the nodes of agents and of environments' workers.
+        ``open_on`` reaches the nodes of agents and of environments' workers; ``models`` is where
+        the run's frozen models answer.
 
         Raises:
             LibraError: there is no such environment or agent.
@@ -87,7 +91,8 @@ class AgentEpisodes:
         self._mask = masker(known)  # an agent's last words are kept in the run's database
         self._tasks = AgentTasks(recipe, run_dir, open_on)
         self._runner = self._runner_of(run_dir / "agents", open_on)
-        self.server = AgentServer(recipe, self._runner, run_dir, note=note)
+        seen = AgentModels(self._spec.served, models)
+        self.server = AgentServer(recipe, self._runner, seen, run_dir, note=note)
         self._episodes: dict[TrajectoryId, _AgentEpisode] = {}
         self._leaving: set[asyncio.Task[None]] = set()
         """Tasks of agents that are being ended."""
@@ -181,7 +186,7 @@ class AgentEpisodes:
             "tools": opening.tools,
         }
         url = f"{self.server.url}/t/{play.key}"
-        return AgentJob(str(trajectory), task, url, play.key, play.model)
+        return AgentJob(str(trajectory), task, url, play.key, play.model, self._spec.served)
 
     async def _play(self, play: AgentPlay, job: AgentJob) -> None:
         try:

@@ -52,7 +52,7 @@ class AgentNodes:
         self._port_of = port_of
         self._nodes = [_AgentNode(name) for name in spec.nodes]
 
-    async def run(self, job: dict[str, str], begun: asyncio.Event) -> CommandEnd:
+    async def run(self, job: dict[str, Any], begun: asyncio.Event) -> CommandEnd:
         """Run a command to its end, somewhere; it is killed if this is cancelled.
 
         Raises:
@@ -137,7 +137,7 @@ class AgentNodeConnection:
             await self.close()
             raise AgentFailed(f"{self._name}: {refused}")
 
-    async def run(self, job: dict[str, str]) -> CommandEnd:
+    async def run(self, job: dict[str, Any]) -> CommandEnd:
         """Run a command to its end.
 
         Raises:

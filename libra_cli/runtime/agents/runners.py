@@ -55,6 +55,8 @@ class AgentJob:
     """``http://host:port/t/KEY``, to which Anthropic's clients add ``/v1/messages``."""
     api_key: str
     model: str
+    models: tuple[str, ...] = ()
+    """Names of the run's frozen models that it may ask, below ``root_url``/models."""
 
     @property
     def base_url(self) -> str:
@@ -349,7 +351,7 @@ class EnclosedRunner:
                 "of agent.directory there is a copy at $HOME: command: [sh, -c, 'exec $HOME/...']",
             )
 
-    async def _ended(self, trajectory: str, command: Sequence[str], **told: str) -> CommandEnd:
+    async def _ended(self, trajectory: str, command: Sequence[str], **told: Any) -> CommandEnd:
         job = EnclosedJob(
             command=command,
             env=_variables(self._spec),
@@ -372,12 +374,13 @@ def _variables(spec: AgentSpec) -> dict[str, str]:
     return {**spec.env, **secrets}
 
 
-def _told(job: AgentJob) -> dict[str, str]:
+def _told(job: AgentJob) -> dict[str, Any]:
     return {
         "id": job.id,
         "task": to_json(job.task),
         "api_key": job.api_key,
         "model": job.model,
+        "models": list(job.models),
     }
 
 

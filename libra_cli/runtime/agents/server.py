@@ -6,6 +6,7 @@
     POST /v1/responses
     POST /v1/messages
     POST /v1/messages/count_tokens     the tokens of a prompt
+    *    /models/NAME/v1/...           a frozen model of the run (``runtime.agents.frozen_models``)
     POST /reward                       {"reward": 1.0}; the end of an agent that lives elsewhere
     POST /tasks?wait_s=20              the next task for an agent that lives elsewhere, or 204
 
@@ -36,6 +37,7 @@ from libra_cli.config.text import one_line
 from libra_cli.envs.returns import whole_text
 from libra_cli.runtime.agents.dialects.conversation import AgentRequest, BadRequest, Dialect, Json
 from libra_cli.runtime.agents.dialects.paths import dialect_of, models
+from libra_cli.runtime.agents.frozen_models import PATH, AgentModels
 from libra_cli.runtime.agents.play import ENDED, AgentEnd, AgentPlay
 from libra_cli.runtime.agents.runners import AgentJob, AgentRunner, ExternalRunner, to_json
 from libra_cli.runtime.processes.loopback import LOOPBACK, LoopbackServer
@@ -66,6 +68,7 @@ class AgentServer:
         self,
         recipe: Recipe,
         runner: AgentRunner,
+        models_seen: AgentModels,
         run_dir: Path,
         *,
         note: Callable[[str], None],
@@ -74,6 +77,7 @@ class AgentServer:
         self.port = 0
         self._max_len = recipe.model.max_len
         self._runner = runner
+        self._models = models_seen
         self._file = run_dir / ADDRESS_FILE
         self._token = secrets.token_urlsafe(32)
         self._note = note
@@ -123,6 +127,9 @@ class AgentServer:
         if path == "/tasks" and http.method == "POST":
             return await self._next_task(http)
         try:
+            if path.startswith(PATH):
+                self._play_of(keys)
+                return await self._models.handed_on(http, path)
             dialect = dialect_of(path) if path not in _OWN_PATHS else dialect_of(_CHAT)
         except BadRequest as error:
             return web.json_response({"error": {"message": error.message}}, status=error.status)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError, ProcessError
+from libra_cli.config.frozen_models import ModelsAddress
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import Generate, StartServer
 from libra_cli.core.evaluation.ledger import EvaluationLedger, evaluation_plans
@@ -90,14 +91,14 @@ class StandaloneEvaluation:
                 await self._cluster.open(self._work / "model")
                 async with self._models.opened() as address:
                     self._recipe = self._recipe.served_at(address)
-                    await self._evaluate()
+                    await self._evaluate(address)
         finally:
             self._cluster.events.unsubscribe(self._happened)
             for line in await self._cluster.close():
                 self._note(f"not proved gone: {line}")
         return list(self._rows.values())
 
-    async def _evaluate(self) -> None:
+    async def _evaluate(self, models: ModelsAddress) -> None:
         """Start the servers of the policy, and play. Raises LibraError."""
         renderer = Renderer(
             self._work / "model",
@@ -105,7 +106,7 @@ class StandaloneEvaluation:
             tool_format=self._recipe.model.tool_format,
             images=self._recipe.model.images,
         )
-        self._player = self._players(renderer)
+        self._player = self._players(renderer, models)
         try:
             await self._player.prepare(self._note)
             await self._player.check(self._recipe.run.seed)
@@ -115,12 +116,14 @@ class StandaloneEvaluation:
         finally:
             await self._player.close()
 
-    def _players(self, renderer: Renderer) -> EpisodePlayer:
+    def _players(self, renderer: Renderer, models: ModelsAddress) -> EpisodePlayer:
         recipe = self._recipe.with_environments(self._cluster.that_play.counted)
         open_on = self._cluster.open_stream
         trained: EpisodePlayer
         if recipe.agent is not None:
-            trained = AgentEpisodes(recipe, renderer, self._work, note=self._note, open_on=open_on)
+            trained = AgentEpisodes(
+                recipe, renderer, self._work, note=self._note, open_on=open_on, models=models
+            )
         else:
             trained = Episodes(
                 recipe.environment,

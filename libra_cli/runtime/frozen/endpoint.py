@@ -97,7 +97,7 @@ class ModelsEndpoint:
                     timeout=_NO_LIMIT,
                 ) as answer:
                     if answer.status < _FAILED or await server.is_well():
-                        return await _handed_back(http, answer)
+                        return await handed_back(http, answer)
         except (aiohttp.ClientError, OSError):
             if http.transport is None or http.transport.is_closing():
                 raise
@@ -105,7 +105,8 @@ class ModelsEndpoint:
         return None
 
 
-async def _handed_back(http: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+async def handed_back(http: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Answer a request with what another server has answered, in parts if that does."""
     headers = {name: answer.headers[name] for name in _PASSED_ON if name in answer.headers}
     if "event-stream" not in headers.get("Content-Type", ""):
         return web.Response(status=answer.status, body=await answer.read(), headers=headers)

@@ -29,6 +29,7 @@ ALLOWED: dict[str, str] = {
     "node/agent/main.py:_serve_connection": "requests of the controller, until it hangs up",
     "node/agent/main.py:_write": "a controller that reads no more is given up with its lease",
     "node/connections.py": "sockets that do not block; the selector says what is there",
+    "runtime/agents/frozen_models.py": "the agent's own request; the end of its play closes it",
     "runtime/agents/nodes.py": "a stream of a node; a host that is lost closes it",
     "node/agent/lease/link.py:hear": "a socket that does not block",
     "runtime/episodes/workers.py:_why_it_ended": "a stream of a worker; its end closes it",

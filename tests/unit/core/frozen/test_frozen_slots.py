@@ -109,3 +109,19 @@ def test_a_recipe_without_models_is_what_it_was(count: int) -> None:
     address = ModelsAddress("http://127.0.0.1:5", SecretStr("word"))
     assert made.served_at(address) == made
     assert frozen_slots(made.models, made.nodes) == ()
+
+
+def test_an_agent_asks_for_models_by_name() -> None:
+    made = {
+        "nodes": [{"host": "local", "slots": 3, "pool": ["rollout", "train", "models"]}],
+        "model": {"path": "/m"},
+        "models": [{"name": "judge", "path": "/judge"}],
+    }
+    agent = {"command": "solve", "served": "judge"}
+    assert Recipe.model_validate({**made, "agent": agent}).asked_models == {
+        "agent.served[0]": "judge"
+    }
+    with pytest.raises(ValueError, match=r"there is no model 'jugde'; did you mean 'judge'"):
+        Recipe.model_validate({**made, "agent": {**agent, "served": ["judge", "jugde"]}})
+    with pytest.raises(ValueError, match=r"an earlier one would both be LIBRA_MODEL_MY_JUDGE_URL"):
+        Recipe.model_validate({**made, "agent": {**agent, "served": ["my-judge", "my.judge"]}})

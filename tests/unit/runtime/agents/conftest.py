@@ -11,6 +11,7 @@ import pytest
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
 from libra_cli.runtime.episodes.renderer import Renderer
 from tests.agents import DEADLINE_S, fake_machine
+from tests.asked_model import AskedModel
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +25,10 @@ def renderer(tmp_path_factory):
 def play(renderer, tmp_path, monkeypatch):
     """Play one trajectory of a function, or of what else the arguments say, with these turns.
 
-    Returns the fake machine and the result.
+    Returns the fake machine and the result. ``model`` is the run's frozen model.
     """
 
-    def run(agent, *turns, changes=None, turn_s=0.0, scene=None, **spec):
+    def run(agent, *turns, changes=None, turn_s=0.0, scene=None, model=None, **spec):
         module = ModuleType("agents_of_tests")
         module.agent = agent  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -35,7 +36,12 @@ def play(renderer, tmp_path, monkeypatch):
 
         async def main():
             given = {**by_function, "timeout_s": 5.0, **spec}
-            made = fake_machine(given, renderer, tmp_path, **(changes or {}))
+            there = model or AskedModel()
+            async with there.listening():
+                return await played(given, there.address)
+
+        async def played(given, models):
+            made = fake_machine(given, renderer, tmp_path, models, **(changes or {}))
             made.turn_s = turn_s
             try:
                 await made.episodes.prepare(print)

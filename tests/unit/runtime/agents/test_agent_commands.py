@@ -20,6 +20,7 @@ from libra_cli.envs.agents import command as command_module
 from libra_cli.envs.agents import host
 from libra_cli.runtime.hosts.threads import Threads
 from tests import agents
+from tests.asked_model import AskedModel
 
 ASK = """
 import json, os, sys, urllib.request
@@ -43,6 +44,13 @@ def command(request, play):
         return play(None, *turns, command=command, **where, **spec)
 
     return run
+
+
+WITH_A_JUDGE = {
+    "nodes": [{"host": "a", "slots": 3, "pool": ["rollout", "train", "models"]}],
+    "models": [{"name": "judge", "path": "/judge"}],
+}
+"""Changes of the recipe that serve one."""
 
 
 def python(script: str) -> list[str]:
@@ -258,3 +266,45 @@ if not os.path.exists({str(flag)!r}):
     changes = {"rollout": {"max_turns": 1000}}
     _, result = play(None, scene=scene, command=python(script), nodes=["a"], changes=changes)
     assert result.done
+
+
+def test_a_command_asks_a_frozen_model_with_its_own_key(command):
+    model = AskedModel()
+    script = """
+judged = post(os.environ["LIBRA_MODEL_JUDGE_URL"] + "/chat/completions", {"messages": []})
+reward = int(judged["choices"][0]["message"]["content"].removeprefix("score: ")) / 10
+assert "LIBRA_MODELS_KEY" not in os.environ
+post(os.environ["LIBRA_REWARD_URL"], {"reward": reward})
+"""
+    _, result = command(
+        "said", command=python(script), model=model, served="judge", changes=WITH_A_JUDGE
+    )
+    assert result.reward == 0.7
+    assert model.called == [model.address.url.removeprefix("http://")]
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("judge/v1/chat/completions", "another", 401),
+        ("teacher/v1/chat/completions", "", 404),
+        ("judge/metrics", "", 404),
+    ],
+)
+def test_a_command_is_shown_no_other_model_and_no_other_page(command, path, key, status):
+    model = AskedModel()
+    script = f"""
+url = os.environ["LIBRA_MODEL_JUDGE_URL"].replace("judge/v1", {path!r})
+own = os.environ["OPENAI_API_KEY"]
+try:
+    post(url.replace(own, {key!r} or own), {{}})
+    told = 0
+except urllib.error.HTTPError as error:
+    told = error.code
+post(os.environ["LIBRA_REWARD_URL"], {{"reward": told}})
+"""
+    _, result = command(
+        "said", command=python(script), model=model, served="judge", changes=WITH_A_JUDGE
+    )
+    assert result.reward == status
+    assert model.called == []

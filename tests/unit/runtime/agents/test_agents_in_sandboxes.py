@@ -14,6 +14,7 @@ from libra_cli.envs.agents.enclosed import AgentPlace, EnclosedJob
 from libra_cli.envs.pointer_chase import PointerChase
 from libra_cli.envs.sandbox.sandboxes import Sandboxes
 from tests import agents
+from tests.asked_model import AskedModel
 from tests.sandboxes import needs_sandboxes, opened
 
 pytestmark = needs_sandboxes
@@ -63,7 +64,7 @@ def played(request, play, tmp_path):
             "sandbox": sandbox or {},
         }
         command = spec.pop("command", ["python3", "-c", ASK + script])
-        changes = {"environment": environment}
+        changes = {"environment": environment, **spec.pop("changes", {})}
         made, result = play(None, *turns, command=command, changes=changes, in_sandbox=True, **spec)
         return made, result
 
@@ -93,6 +94,23 @@ sys.exit(0 if said == expected else repr(said))
 """
     _, result = played("go on", script=script)
     assert result.reward == 1.0
+
+
+def test_it_asks_a_frozen_model_by_the_same_port(played):
+    model = AskedModel()
+    script = """
+turn()
+judged = post(os.environ["LIBRA_MODEL_JUDGE_URL"] + "/chat/completions", {"messages": []})
+if judged["choices"][0]["message"]["content"] == "score: 7":
+    open("answer", "w").write("42\\n")
+"""
+    changes = {
+        "nodes": [{"host": "a", "slots": 3, "pool": ["rollout", "train", "models"]}],
+        "models": [{"name": "judge", "path": "/judge"}],
+    }
+    _, result = played("go on", script=script, model=model, served="judge", changes=changes)
+    assert result.reward == 1.0
+    assert len(model.called) == 1
 
 
 def test_it_has_its_files_and_variables_and_no_others(played, tmp_path, monkeypatch):
