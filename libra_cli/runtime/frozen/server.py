@@ -213,13 +213,18 @@ class FrozenServer:
         loop = asyncio.get_running_loop()
         heard_at = loop.time()
         while not self._ended.done():
-            if self._slot.node in self._cluster.lost or await _is_well(session):
+            left_s = heard_at + SILENT_S - loop.time()
+            answer_s = max(ASK_EVERY_S, min(ANSWER_S, left_s))
+            if self._slot.node in self._cluster.lost:
                 heard_at = loop.time()
-            elif loop.time() - heard_at > SILENT_S:
+            elif await _is_well(session, answer_s):
+                heard_at = loop.time()
+                self._waiting = await _waiting(session)
+            elif loop.time() - heard_at >= SILENT_S:
                 return f"has not answered for {loop.time() - heard_at:.0f} s"
-            self._waiting = await _waiting(session)
             self._save(self._row(self._what))
-            await asyncio.wait({self._ended}, timeout=CHECK_EVERY_S)
+            left_s = max(0.0, heard_at + SILENT_S - loop.time())
+            await asyncio.wait({self._ended}, timeout=min(CHECK_EVERY_S, left_s))
         return self._ended.result()
 
     def _become(self, state: ReplicaState, detail: str = "") -> None:
@@ -285,8 +290,8 @@ class _Seconds:
         self._at = now
 
 
-async def _is_well(session: aiohttp.ClientSession) -> bool:
-    return await _page(session, "/health") is not None
+async def _is_well(session: aiohttp.ClientSession, answer_s: float = ANSWER_S) -> bool:
+    return await _page(session, "/health", answer_s) is not None
 
 
 async def _waiting(session: aiohttp.ClientSession) -> int:
@@ -295,9 +300,11 @@ async def _waiting(session: aiohttp.ClientSession) -> int:
     return int(sum(float(number) for number in _WAITING.findall(page)))
 
 
-async def _page(session: aiohttp.ClientSession, path: str) -> str | None:
+async def _page(
+    session: aiohttp.ClientSession, path: str, answer_s: float = ANSWER_S
+) -> str | None:
     """Return what a server says there; None if it does not."""
-    timeout = aiohttp.ClientTimeout(total=ANSWER_S)
+    timeout = aiohttp.ClientTimeout(total=answer_s)
     try:
         async with session.get(f"http://server{path}", timeout=timeout) as answer:
             return await answer.text() if answer.status == 200 else None

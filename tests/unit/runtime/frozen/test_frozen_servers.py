@@ -557,3 +557,20 @@ def test_of_one_that_does_not_start_or_dies_the_machine_hears_and_starts_no_othe
         await owner.close()
 
     play(scene)
+
+
+def test_one_that_hangs_is_replaced_after_its_limit_and_not_after_that_of_a_question(
+    play: Any,
+) -> None:
+    async def silent(session: object, answer_s: float = module.ANSWER_S) -> bool:
+        await asyncio.sleep(answer_s)
+        return False
+
+    async def scene(run: Scene) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "SILENT_S", 0.05)
+            patch.setattr(module, "_is_well", silent)
+            row = await run.until("a/3", "failed")
+        assert row.detail.startswith("has not answered for 0 s")
+
+    play(scene)
