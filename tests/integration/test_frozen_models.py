@@ -1,4 +1,5 @@
-"""A run that serves its own teacher and judge by vLLM, which is killed in the middle of it."""
+"""A run that serves its own teacher and judge by vLLM, which is killed in the middle of it, and
+which gets a slot more and gives it back."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,14 +23,16 @@ pytestmark = [
 ]
 MODEL = CHECKOUT / "libra_cli/models/pointer-chase"
 RECIPE = """
-run: {{name: served, steps: 8}}
+run: {{name: served, steps: 1000}}
 nodes:
   - host: local
-    slots: 3
-    pool: [rollout, train, models]
+    slots: 4
+    pool: [rollout, auto, train, models]
     env: {{OMP_NUM_THREADS: "1"}}
 model: {{path: {model}, max_len: 256}}
-models: [{{name: helper, path: {model}, max_len: 257, vllm_args: [--max-num-seqs, "16"]}}]
+models:
+  - {{name: helper, path: {model}, max_slots: 2, max_len: 257, vllm_args: [--max-num-seqs, "16"]}}
+planner: {{kind: fixed}}
 teacher: {{served: helper}}
 environment:
   name: dataset
@@ -52,7 +56,7 @@ training:
 """
 
 
-def test_a_teacher_and_a_judge_of_the_run_itself_are_waited_for_when_they_die(
+def test_a_teacher_and_a_judge_of_the_run_itself_are_waited_for_and_get_another_slot(
     tmp_path: Path,
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -61,23 +65,43 @@ def test_a_teacher_and_a_judge_of_the_run_itself_are_waited_for_when_they_die(
     text = RECIPE.format(model=MODEL, rows=rows)
     with live(text, tmp_path / "run", tmp_path) as run:
         run.wait_step(2, timeout_s=2 * START_S + 2 * STEP_S)
-        assert slot(run) == ("model", "serving", 0)
-        ((pid,),) = run.query("SELECT pid FROM processes WHERE process = 'model-2'")
+        served = ("model", "serving", "helper")
+        assert slot(run, 3) == (*served, 0)
+        ((pid,),) = run.query("SELECT pid FROM processes WHERE process = 'model-3'")
         os.kill(pid, signal.SIGKILL)
-        run.process.wait(START_S + 6 * STEP_S)
-        assert run.query("SELECT state, error FROM runs") == [("finished", "")]
-        steps = [json.loads(text) for (text,) in run.query("SELECT batch_json FROM steps")]
-        # The first version is the teacher's own, so that it has nothing to teach it.
-        assert steps[0]["reverse_kl"] == pytest.approx(0.0, abs=1e-3)
-        rewards = {reward for (reward,) in run.query("SELECT reward FROM trajectories")}
-        assert rewards - {None} <= {number / 9 for number in range(10)}
-        assert len(rewards) > 2, "the judge gives one score"
-        assert slot(run) == ("idle", "idle", 1)
-        assert "ended by signal 9" in run.told() or "was ended by signal 9" in run.told()
+        assert run.order("helper=2").returncode == 0
+        run.wait("a slot more", lambda: slot(run, 1)[:3] == served, timeout_s=START_S)
+        run.wait("another life", lambda: slot(run, 3) == (*served, 1), timeout_s=START_S)
+        assert "ended by signal 9" in run.told()
+        assert run.order("helper=1").returncode == 0
+        run.wait("it back", lambda: slot(run, 1)[:2] == ("rollout", "serving"), timeout_s=START_S)
+        ((last,),) = run.query("SELECT max(step) FROM steps")
+        run.wait_step(last + 2, timeout_s=4 * STEP_S)
+        run.process.send_signal(signal.SIGINT)
+        run.process.wait(START_S)
+        assert run.query("SELECT state, error FROM runs") == [("stopped", "interrupted")]
+        moves = run.query("SELECT slot, from_role, to_role, state FROM moves ORDER BY move")
+        assert moves == [
+            ("local/1", "rollout", "model", "done"),
+            ("local/1", "model", "rollout", "done"),
+        ]
+        check_what_they_said(run)
 
 
-def slot(run: Live) -> tuple[str, str, int]:
-    ((role, state, restarts),) = run.query(
-        "SELECT role, state, restarts FROM slots WHERE pool = 'models'"
+def check_what_they_said(run: Live) -> None:
+    steps = [json.loads(text) for (text,) in run.query("SELECT batch_json FROM steps")]
+    # The first version is the teacher's own, so that it has nothing to teach it.
+    assert steps[0]["reverse_kl"] == pytest.approx(0.0, abs=1e-3)
+    rewards = {reward for (reward,) in run.query("SELECT reward FROM trajectories")}
+    assert rewards - {None} <= {number / 9 for number in range(10)}
+    assert len(rewards) > 2, "the judge gives one score"
+    failed = run.query("SELECT count(*) FROM trajectories WHERE state = 'failed'")
+    assert failed == [(0,)], "somebody was given no answer"
+
+
+def slot(run: Live, index: int) -> tuple[Any, ...]:
+    """Role, state, what it serves and restarts of a slot."""
+    (row,) = run.query(
+        f"SELECT role, state, bucket, restarts FROM slots WHERE slot = 'local/{index}'"
     )
-    return role, state, restarts
+    return row

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from libra_cli.config.errors import StateError
+from libra_cli.core.frozen.bottleneck import model_bottleneck, model_loads
 from libra_cli.core.records import StepRecord
 from libra_cli.core.trajectory_time import environment_bottleneck, places_of
 from libra_cli.report.status.steps import RECENT, IdlePart
@@ -25,7 +26,8 @@ class PlayingPart:
     full: float | None
     """Share of the time in which a group would have begun, had hosts held more episodes."""
     bottleneck: str
-    """A sentence that says that training waits for environments; empty if it does not."""
+    """A sentence that says that training waits for environments, or a frozen model they ask; empty
+    if it does not."""
 
     @property
     def total_s(self) -> float | None:
@@ -47,9 +49,10 @@ def playing(reader: Reader, steps: Sequence[StepRecord], idle: IdlePart) -> Play
     except StateError:
         bottleneck = ""
     else:
-        places = places_of(recipe.environment, recipe.agent)
-        bottleneck = environment_bottleneck(
-            time, training_idle=idle.recent_training, places=places, full=full or 0.0
+        places, waits = places_of(recipe.environment, recipe.agent), idle.recent_training
+        loads = model_loads(recipe.models, reader.slots())
+        bottleneck = model_bottleneck(loads, time, training_idle=waits) or environment_bottleneck(
+            time, training_idle=waits, places=places, full=full or 0.0
         )
     return PlayingPart(
         time.trajectories,
