@@ -79,7 +79,7 @@ def test_a_teacher_and_a_judge_of_the_run_itself_are_waited_for_and_get_another_
         run.wait_step(last + 2, timeout_s=4 * STEP_S)
         run.process.send_signal(signal.SIGINT)
         run.process.wait(START_S)
-        assert run.query("SELECT state, error FROM runs") == [("stopped", "interrupted")]
+        assert run.query("SELECT state, error FROM runs") == [("stopped", "asked for")]
         moves = run.query("SELECT slot, from_role, to_role, state FROM moves ORDER BY move")
         assert moves == [
             ("local/1", "rollout", "model", "done"),
