@@ -34,7 +34,7 @@ from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.hosts.local import LocalTransport
 from libra_cli.runtime.hosts.transport import ByteStream
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 """Far more than anything takes; a test that needs it has failed."""
 KEY = WeightVersion(1, 0)
 

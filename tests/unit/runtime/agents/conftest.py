@@ -35,7 +35,7 @@ def play(renderer, tmp_path, monkeypatch):
         by_function = {} if agent is None else {"function": "agents_of_tests:agent"}
 
         async def main():
-            given = {**by_function, "timeout_s": 5.0, **spec}
+            given = {**by_function, "timeout_s": 30.0, **spec}
             there = model or AskedModel()
             async with there.listening():
                 return await played(given, there.address)
