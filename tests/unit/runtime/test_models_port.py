@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -13,7 +15,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from libra_cli.config.errors import HostError
+from libra_cli.config.errors import EnvironmentBroken, HostError
 from libra_cli.config.frozen_models import KEY, arguments_at, endpoint_in
 from libra_cli.core.types import TrajectoryId
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer
@@ -79,6 +81,15 @@ def relays() -> list[int]:
     ]
 
 
+async def until_played(ask: Any) -> None:
+    """Play two episodes at a time, as a run does whose first ones have failed: a host is asked
+    until it is noticed that nothing leads from there to the models."""
+    for first in itertools.count(2, step=2):
+        with contextlib.suppress(EnvironmentBroken):
+            assert await ask(first, first + 1) == [0.7] * 2
+            return
+
+
 async def until_gone(pids: list[int]) -> None:
     """Wait for what nothing tells of; the scene has a deadline."""
     while True:
@@ -112,7 +123,7 @@ def test_a_port_that_is_gone_is_opened_again_with_its_workers(play: Any) -> None
             os.kill(pid, signal.SIGKILL)
         await until_gone(before)
         first = set(model.called)
-        assert await ask(2, 3) == [0.7] * 2
+        await until_played(ask)
         assert first.isdisjoint(model.called[2:])
 
     play(scene)
