@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from libra_cli.core.evidence import Recalibration
 from libra_cli.core.explanation import Explanation
+from libra_cli.core.model_use import ModelUse
 from libra_cli.core.types import (
     BranchPoint,
     ChosenExperts,
@@ -453,6 +454,13 @@ class ModelStopped:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelsUsed:
+    """What was asked of each frozen model since the controller began."""
+
+    uses: tuple[ModelUse, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointSaved:
     """The trainer wrote the checkpoint that was asked for, with a step or by itself."""
 
@@ -569,7 +577,7 @@ ServerEvent: TypeAlias = (
 WorkerEvent: TypeAlias = (
     WorkerStarted | WorkerSynced | WorkerSyncFailed | WorkerFailed | WorkerStopped
 )
-ModelEvent: TypeAlias = ModelStarted | ModelFailed | ModelStopped
+ModelEvent: TypeAlias = ModelStarted | ModelFailed | ModelStopped | ModelsUsed
 TrainerEvent: TypeAlias = (
     TrainerStarted
     | TrainerFailed

@@ -64,6 +64,7 @@ class Constraint(StrEnum):
     STALENESS = "staleness rule"
     NETWORK = "network"
     TRAINING = "training arithmetic"
+    MODELS = "frozen models"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from statistics import fmean
 
 from libra_cli.core.evidence import CostEvidence, Recalibration
 from libra_cli.core.explanation import PastPrediction
+from libra_cli.core.model_use import ModelUse
 from libra_cli.core.token_worth import BoundEvidence
 from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
 from libra_cli.core.workload import Workload
@@ -32,7 +33,7 @@ class MeasuredStep:
     many trajectories were in play, averaged over those seconds: trajectories come in bursts, and
     each is slowed down by those that it meets. ``held_s`` is the time that training waited with a
     full batch ready, for the staleness rule. ``played_tokens`` were generated meanwhile, for
-    whichever step; 0 where that is not known.
+    whichever step; 0 where that is not known. ``models`` is what was asked of frozen models.
     """
 
     step_s: Seconds
@@ -42,6 +43,7 @@ class MeasuredStep:
     concurrency: float
     held_s: Seconds = 0.0
     played_tokens: float = 0.0
+    models: tuple[ModelUse, ...] = ()
 
     @property
     def starved(self) -> bool:

@@ -6,11 +6,13 @@ likely as the other.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil, sqrt
 from operator import mul
 from typing import Any
 
+from libra_cli.core.model_use import ModelDemand
 from libra_cli.core.types import Seconds, Tokens
 
 READY_SHARE = 0.5
@@ -138,9 +140,10 @@ class Workload:
     ``group_size`` trajectories begin together and have one prompt; their places are free once the
     longest of ``holders`` of them, drawn at random, has ended. ``ready`` is the share of a step's
     that lies in groups of which all have, while a batch fills. ``extras`` is what is played without
-    being trained, and trained without being played. With ``keeps_kv`` new weights do not
-    empty the prefix caches. No sample is beyond the ``limits``: it is cut there, whoever made it or
-    stretched it. Raises ValueError without samples or work.
+    being trained, and trained without being played. ``models`` is what a step asks of frozen
+    models. With ``keeps_kv`` new weights do not empty the prefix caches. No sample is beyond the
+    ``limits``: it is cut there, whoever made it or stretched it. Raises ValueError without samples
+    or work.
     """
 
     samples: tuple[TrajectorySample, ...]
@@ -153,6 +156,7 @@ class Workload:
     extras: BatchOverhead = BatchOverhead()
     limits: TrajectoryLimits | None = None
     keeps_kv: bool = False
+    models: tuple[ModelDemand, ...] = ()
     # Sums over the samples, made once: planning asks for them thousands of times.
     mean_generated: float = field(init=False, compare=False, repr=False)
     """Mean generated tokens of a trajectory."""
@@ -220,6 +224,20 @@ class Workload:
         squares = sum(sample.generated**2 for sample in self.samples) / len(self.samples)
         own = sqrt(max(0.0, squares / self.mean_generated**2 - 1))
         return own / sqrt(self.trajectories / sqrt(self.group_size))
+
+    def served_by(self, servers: Mapping[str, float]) -> Workload:
+        """The same where frozen models have so many servers: what requests are open for less, its
+        trajectories wait less in tools."""
+        saved_s = sum(
+            one.saved_s(servers[one.model]) for one in self.models if one.model in servers
+        )
+        if not saved_s:
+            return self
+        each_s = saved_s / self.trajectories
+        samples = tuple(
+            replace(sample, tool_s=max(0.0, sample.tool_s - each_s)) for sample in self.samples
+        )
+        return replace(self, samples=samples)
 
     def stretched(self, factor: float) -> Workload:
         """The same with every generation so many times as long, within the limits."""

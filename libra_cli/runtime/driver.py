@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from libra_cli.config.errors import LibraError
 from libra_cli.core.actions import End, RuntimeAction, Save
-from libra_cli.core.events import Event, ServerSampled
+from libra_cli.core.events import Event, ModelsUsed, ServerSampled
 from libra_cli.core.records import Record
 from libra_cli.core.run.machine import Machine
 from libra_cli.core.types import Seconds, TrajectoryId
@@ -184,7 +184,7 @@ async def _tried(
 
 _PLAIN = frozenset({bool, float, int, str})
 """Types that JSON has, too; most fields of events are of one of them."""
-QUIET = (ServerSampled,)
+QUIET = (ServerSampled, ModelsUsed)
 """Events that have a table of their own and are not worth a second row."""
 
 

@@ -264,6 +264,7 @@ class Session:
             first = await begin(performer)
             background.keep("reading the servers' counters", performer.servers.sample)
             background.keep("reading orders", performer.orders.watch)
+            background.keep("counting what frozen models are asked", performer.models.count)
             self._interrupts.stop_machine(driver)
             again = partial(asked_again, machine, memory, asked_before, now=self._clock())
             return await driver.run(performer.perform, first=first, again=again)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
@@ -19,7 +19,8 @@ class SimConfig:
     ``train_s`` prices one optimizer step on so many GPUs; ``sync_s`` is the time from a version's
     publication to a server that has proved it, ``stall_s`` how long its engine stands still
     meanwhile; ``start_s`` the time to start a server of a shape after the first plan, ``wake_s``
-    until one that sleeps can load again, ``model_start_s`` to start one of a frozen model,
+    until one that sleeps can load again, ``model_start_s`` to start one of a frozen model, of
+    which a trajectory asks so many seconds of a server as ``asks`` tells,
     ``to_training_s`` to start a gradient worker,
     ``resize_s`` to restart the trainer with other slots; ``gradient_s`` how long a worker's
     gradients of a step travel, ``fixed_s`` what of an optimizer step only the base group has;
@@ -41,6 +42,7 @@ class SimConfig:
     sync_s: Seconds = 1.0
     wake_s: Seconds = 1.0
     model_start_s: Seconds = 60.0
+    asks: Mapping[str, Seconds] = field(default_factory=dict)
     to_training_s: Seconds = 8.0
     resize_s: Seconds = 60.0
     stall_s: Seconds = 0.0

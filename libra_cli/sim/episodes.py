@@ -21,6 +21,7 @@ from libra_cli.core.types import (
     is_evaluation,
 )
 from libra_cli.sim.counted import ids
+from libra_cli.sim.models import SimModels
 from libra_cli.sim.traces import RecordedEpisode, Turn
 from libra_cli.sim.virtual_time import VirtualTime
 
@@ -46,9 +47,15 @@ class SimEpisodes:
     """Every trajectory in play. ``turn_s`` is what a turn spends outside engine and tool."""
 
     def __init__(
-        self, time: VirtualTime, groups: Iterator[tuple[RecordedEpisode, ...]], turn_s: Seconds
+        self,
+        time: VirtualTime,
+        groups: Iterator[tuple[RecordedEpisode, ...]],
+        turn_s: Seconds,
+        models: SimModels,
     ) -> None:
+        """``models`` are asked by every trajectory at its end."""
         self._time = time
+        self._models = models
         self._groups = groups
         self._turn_s = turn_s
         self._drawn: list[tuple[RecordedEpisode, ...]] = []
@@ -98,11 +105,13 @@ class SimEpisodes:
             done,
             play.episode.reward if done else None,
         )
-        self._time.later(event, turn.tool_s + self._turn_s)
+        after_s = turn.tool_s + self._turn_s
+        self._time.later(event, after_s + (self._models.wait_s(after_s) if done else 0.0))
 
     def _finish(self, action: a.FinishEpisode) -> None:
         reward = self.plays[action.trajectory].episode.reward
-        self._time.later(e.EpisodeAdvanced(action.trajectory, ids(0), (), True, reward), 0.0)
+        event = e.EpisodeAdvanced(action.trajectory, ids(0), (), True, reward)
+        self._time.later(event, self._models.wait_s(0.0))
 
 
 def returns_of(turn: Turn) -> tuple[ToolReturn, ...]:

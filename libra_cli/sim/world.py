@@ -99,7 +99,9 @@ class World:
         self.scene = scene
         self.recording = Recording()
         self.time = time = VirtualTime()
-        self.episodes = SimEpisodes(time, groups, scene.turn_s)
+        models = scene.recipe.models
+        self.models = SimModels(time, models, scene.asks, scene.model_start_s)
+        self.episodes = SimEpisodes(time, groups, scene.turn_s, self.models)
         self.servers = SimServers(time, scene, self.episodes)
         self.machine = Machine(
             algorithm_of(scene.recipe.model_copy(update={"teacher": None}), find),
@@ -134,7 +136,7 @@ class World:
             (a.EpisodeAction, self.episodes),
             (a.TrainerAction, self._trainer),
             (a.WorkerAction, SimWorkers(self._trainer, scene.to_training_s, scene.sync_s)),
-            (a.ModelAction, SimModels(self.time, scene.model_start_s)),
+            (a.ModelAction, self.models),
             (a.Propose | a.AnswerOrder, SimPlanner(self.time, plans, self._slots)),
             (a.AskTeacher, NoTeacher()),
             (a.Wake, self.time),

@@ -16,10 +16,12 @@ from libra_cli.core.events import (
     ModelFailed,
     ModelStarted,
     ModelStopped,
+    ModelsUsed,
     NodeEvent,
     PublishedVersion,
 )
 from libra_cli.core.launch.process import model_of
+from libra_cli.core.model_use import ModelUses
 from libra_cli.core.notices import ReplicaChanged, Result
 from libra_cli.core.types import Role, Seconds, SlotId
 
@@ -31,6 +33,11 @@ class ModelServers(ReplicaSet):
     actions: ClassVar[Any] = StartModel | StopModel
     role = Role.MODEL
     working = ReplicaState.SERVING
+
+    def __init__(self, uses: ModelUses) -> None:
+        """``uses`` counts what is asked of frozen models, on any slot."""
+        super().__init__()
+        self._uses = uses
 
     def serve(self, replica: Replica, model: str, *, now: Seconds) -> list[Result]:
         """Start a server of the model of this name."""
@@ -45,6 +52,9 @@ class ModelServers(ReplicaSet):
                 return self.failed(event, now=now)
             case ModelStopped():
                 return self.gone(event)
+            case ModelsUsed():
+                self._uses.saw(event.uses)
+                return []
             case _:
                 assert_never(event)
 

@@ -89,6 +89,7 @@ class StepBook:
         samples = batch.samples(batch.groups, held)
         metrics = batch_metrics(batch.groups, held.step, bound, played)
         metrics |= self._ledger.places.take_metrics(now=now)
+        metrics |= self._ledger.models.take_metrics()
         metrics |= batch.metrics(samples, held.step)
         named = self._ledger.named(batch.groups)
         return batch.complete(step_record(event, samples, times, metrics, named))

@@ -71,7 +71,8 @@ def recalibrated(
     shown = _stages(step, priced, past, today)
     # Beside a training step as long as it was, which the prices of training may not know.
     serving = past.serving(today, step.train_s)
-    expected = replace(priced, rollout_s=past.rollout_s(serving, step.train_s))
+    playing_s = past.playing_s(past.rollout_s(serving, step.train_s), today)
+    expected = replace(priced, rollout_s=playing_s)
     found = _recalibration(shown, expected)
     number = len(measured)
     found = found.blended(

@@ -9,8 +9,9 @@ orders; each must be a plan of the recipe (``cluster.placement``).
 A run that is under way (``elastic``) keeps its base group: further training slots become gradient
 workers. Only a plan that takes slots of the base group away resizes it, at the price of a restart.
 
-There, servers side by side may also be joined into one of a size that a bucket has, and split: one
-more, one fewer, all of them or none (``cluster.joined_slots``).
+There, each frozen model may have a server more or fewer than today, on slots of the policy's
+servers (``core.frozen.placement``), and servers side by side may also be joined into one of a size
+that a bucket has, and split: one more, one fewer, all of them or none (``cluster.joined_slots``).
 
 Guarantee: a candidate keeps pools, pins, shapes and the memory of every server and rank. Limit: it
 does not try every subset of slots (2 to the power of their number), only those above.
@@ -24,6 +25,7 @@ from functools import partial
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError
+from libra_cli.core.frozen.placement import counted, neighbours
 from libra_cli.core.launch.joined_slots import reshaped
 from libra_cli.core.launch.placement import PlanError, plan_with, slots_of
 from libra_cli.core.launch.shares import serving_when_idle
@@ -75,6 +77,7 @@ class RecipePlacement:
             max(1, ranks),
             workers=workers if plan.train else (),
             idle=idle_servers(plan, shares),
+            models=counted(self.recipe.models, dict(plan.models)),
         )
 
     def candidates(self, search: Search, now: Observation) -> Iterator[Candidate]:
@@ -86,10 +89,16 @@ class RecipePlacement:
         plans = [
             (plan, slots)
             for slots in self._shapes(now, frozenset(search.table.degrees))
-            for plan in self._plans(self._free(slots, now), now.plan)
+            for models in self._models(slots, now)
+            for plan in self._plans(self._free(slots, now, models), now.plan, models)
         ]
         found = [(plan, slots, self.layout_of(plan, slots)) for plan, slots in plans]
-        timed = [(plan, slots, layout, search.times(layout)) for plan, slots, layout in found]
+        served = {layout.models for *_, layout in found}
+        searches = {models: search.served_by(models) for models in served}
+        timed = [
+            (plan, slots, layout, searches[layout.models].times(layout))
+            for plan, slots, layout in found
+        ]
         if not any(times.step_s < float("inf") for *_, times in timed):
             raise self._nothing(search, now.slots, [plan for plan, _ in plans])
         roles = roles_of(now.plan)
@@ -130,14 +139,24 @@ class RecipePlacement:
             serving = dict(now.plan.servers).keys() - dict(now.pins).keys()
             yield from reshaped(now.slots, slots_of(self.recipe), sizes, serving)
 
-    def _free(self, slots: tuple[Slot, ...], now: Observation) -> tuple[Slot, ...]:
+    def _models(self, slots: tuple[Slot, ...], now: Observation) -> Iterable[Mapping[SlotId, str]]:
+        """Which slots may serve frozen models; others than today's once a run has told what is
+        asked of these."""
+        if not self.elastic or not now.workload.models:
+            return [dict(now.plan.models)]
+        return neighbours(self.recipe.models, now.plan, slots, dict(now.pins))
+
+    def _free(
+        self, slots: tuple[Slot, ...], now: Observation, models: Mapping[SlotId, str]
+    ) -> tuple[Slot, ...]:
         """The slots without those of frozen models; in a run under way, what may not move is
         fixed."""
-        models = dict(now.plan.models)
         left = tuple(slot for slot in slots if slot.id not in models)
         return fixed_slots(left, dict(now.pins), now.plan.train[0]) if self.elastic else left
 
-    def _plans(self, slots: tuple[Slot, ...], current: Plan) -> Iterator[Plan]:
+    def _plans(
+        self, slots: tuple[Slot, ...], current: Plan, models: Mapping[SlotId, str]
+    ) -> Iterator[Plan]:
         seen: set[frozenset[SlotId]] = set()
         for train in _choices(slots, current):
             if train in seen or len(slots) - len(train) < self.recipe.planner.min_rollout:
@@ -150,7 +169,7 @@ class RecipePlacement:
                 plan = plan_with(self.recipe, slots, train - beside, why, gradient=beside)
             except PlanError:
                 continue
-            yield replace(plan, train=base or plan.train, models=current.models)
+            yield replace(plan, train=base or plan.train, models=tuple(models.items()))
 
     def _nothing(self, search: Search, slots: tuple[Slot, ...], plans: list[Plan]) -> NothingFits:
         if not plans:

@@ -46,7 +46,7 @@ class Layout:
 
     ``colocated``: every GPU plays and then trains, in turn. ``workers`` are the GPUs of each
     gradient worker, which are among those that train. ``idle`` are servers on GPUs that train,
-    which take requests while the trainer waits.
+    which take requests while the trainer waits. ``models`` are the servers of each frozen model.
     """
 
     buckets: tuple[PlannedBucket, ...]
@@ -54,6 +54,7 @@ class Layout:
     colocated: bool = False
     workers: tuple[int, ...] = ()
     idle: tuple[IdleServers, ...] = ()
+    models: tuple[tuple[str, int], ...] = ()
 
     @property
     def rollout_gpus(self) -> int:
@@ -80,6 +81,7 @@ class Layout:
         parts = [f"rollout {self.rollout_gpus} GPUs ({served})"] if served else []
         parts.append(f"training {self.training_gpus}")
         parts += [f"{beside} there while it waits"] if beside else []
+        parts += [f"{number} x {name}" for name, number in self.models]
         return ", ".join(parts)
 
 
@@ -266,6 +268,15 @@ class Search:
         if all(times.step_s == inf for _, times in self.alike):
             raise self._refusal()
 
+    def served_by(self, models: tuple[tuple[str, int], ...]) -> Search:
+        """Return the same where frozen models have so many servers, and trajectories wait for them
+        accordingly."""
+        work = self.workload.served_by(dict(models))
+        if work is self.workload:
+            return self
+        ended = self._ended.served_by(dict(models))
+        return Search(self._profile, work, self.gpus, self._settings, ended)
+
     def best(self) -> Proposal:
         """Return the plan with the shortest step, and its reasons."""
         (layout, times), *others = self._scan()
@@ -340,7 +351,8 @@ class Search:
         if not self.training.fits(layout.training_gpus):
             return self._times(self.rollout_s(layout.buckets, 0.0), inf)
         train_s = self.train_s(layout)
-        times = self._times(self.rollout_s(self.serving(layout, train_s), train_s), train_s)
+        rollout_s = self.rollout_s(self.serving(layout, train_s), train_s)
+        times = self._times(self.playing_s(rollout_s, layout), train_s)
         in_turn = times.in_turn or layout.colocated or not layout.buckets
         return replace(times, in_turn=in_turn)
 
@@ -373,6 +385,24 @@ class Search:
         missed = MISSED_ALONE if self.workload.takes_turns else MISSED
         return self.table.buckets_s(buckets, train_s) * (1 + missed * (len(shapes) > 1))
 
+    def playing_s(self, rollout_s: Seconds, layout: Layout) -> Seconds:
+        """Seconds in which trajectories of a step are played, of which servers need ``rollout_s``
+        and frozen models what is asked of them: the longest, and more the more equal they are."""
+        every = [rollout_s, *(seconds for _, seconds in self._models_s(layout))]
+        longest = max(every)
+        if not 0 < longest < inf:
+            return longest
+        return longest * float(sum((one / longest) ** TURNS for one in every) ** (1 / TURNS))
+
+    def _models_s(self, layout: Layout) -> list[tuple[str, Seconds]]:
+        """The least seconds of a step by each frozen model; a layout that names none has those
+        that there are."""
+        servers = dict(layout.models)
+        return [
+            (one.model, one.step_s(servers.get(one.model, one.servers)))
+            for one in self.workload.models
+        ]
+
     def _times(self, rollout_s: Seconds, train_s: Seconds) -> Times:
         return Times(rollout_s, train_s, in_turn=self.workload.takes_turns)
 
@@ -383,7 +413,12 @@ class Search:
             words = f"each of {layout.training_gpus} ranks would need {plan.memory_gib:.0f} GiB"
             return Binding(Constraint.TRAINER_MEMORY, words)
         train_s = self.train_s(layout)
-        if self.rollout_s(self.serving(layout, train_s), train_s) >= train_s:
+        rollout_s = self.rollout_s(self.serving(layout, train_s), train_s)
+        name, asked_s = max(self._models_s(layout), key=lambda one: one[1], default=("", 0.0))
+        if asked_s > max(rollout_s, train_s):
+            words = f"its servers have requests for {asked_s:.1f} s of a step"
+            return Binding(Constraint.MODELS, f"model {name}: {words}")
+        if rollout_s >= train_s:
             return self._binding_of_rollout(layout)
         base = layout.training_gpus - sum(layout.workers)
         if layout.workers and (why := self.training.unpaid(base)):

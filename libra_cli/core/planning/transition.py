@@ -2,10 +2,10 @@
 
 A move costs a half of the job as many seconds as that half would need to make up for what its GPUs
 do not do meanwhile: GPU-seconds without work over the GPUs of the half. For rollout those are
-servers of another shape, on GPUs that served before: turns under way have ``GRACE_S`` to end, then
-the next server starts. For training they are GPUs that leave it before their server serves, and
-GPUs that come before their worker works. To that comes what trajectories on the stopped servers
-must be prefilled again.
+servers of another shape, or of a frozen model, on GPUs that served before: turns under way have
+``GRACE_S`` to end, then the next server starts. For training they are GPUs that leave it before
+their server serves, and GPUs that come before their worker works. To that comes what trajectories
+on the stopped servers must be prefilled again.
 
 Against 24 GPUs in the simulator that were made to move in the middle of a steady run (tau2, one
 seed, five moves): 42, 42, 4, 55 and 71 s were lost, and 45, 9, 6, 49 and 34 s are predicted. As a
@@ -29,10 +29,12 @@ from libra_cli.core.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """GPUs that change sides, and servers by tensor-parallel degree that stop and start."""
+    """GPUs that change sides, further servers of frozen models, and servers of the policy by
+    tensor-parallel degree that stop and start."""
 
     to_training: int
     to_rollout: int
+    to_models: int
     stopped: dict[int, int]
     started: dict[int, int]
 
@@ -52,10 +54,11 @@ class Moves:
 def moves_between(today: Layout, then: Layout) -> Moves:
     """The fewest: a server of a shape that both have stays."""
     before, after = today.servers, then.servers
-    degrees = sorted({*before, *after})
+    degrees, models = sorted({*before, *after}), dict(today.models)
     return Moves(
         to_training=max(0, then.training_gpus - today.training_gpus),
         to_rollout=max(0, then.rollout_gpus - today.rollout_gpus),
+        to_models=sum(max(0, number - models.get(name, 0)) for name, number in then.models),
         stopped=_positive({d: before.get(d, 0) - after.get(d, 0) for d in degrees}),
         started=_positive({d: after.get(d, 0) - before.get(d, 0) for d in degrees}),
     )
@@ -77,6 +80,7 @@ def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layo
     cost = replaced / max(1, today.rollout_gpus)
     cost += arrived * arriving / max(1, today.training_gpus)
     cost += moves.to_training * prices.to_training_s / max(1, then.training_gpus)
+    cost += moves.to_models * (prices.start(1) + GRACE_S) / max(1, today.rollout_gpus)
     return cost + _prefill_again_s(profile, workload, today, then, moves)
 
 

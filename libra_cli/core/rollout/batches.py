@@ -34,6 +34,12 @@ with hosts that hold so many episodes, since the step before::
 
     places_full_s                seconds in which a group would have begun, had it had places there
 
+and of each frozen model that the run serves, since the step before::
+
+    models/NAME/servers          servers that serve it
+    models/NAME/busy_s           seconds of these with a request, summed
+    models/NAME/asked_s          seconds that requests were open, summed
+
 and with a curriculum::
 
     tasks_played                 of its pool, at least once

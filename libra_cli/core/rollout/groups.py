@@ -32,6 +32,7 @@ from typing import Any
 
 from libra_cli.core.advantages.protocol import ComparedGroup
 from libra_cli.core.lifecycle import follow
+from libra_cli.core.model_use import ModelUses
 from libra_cli.core.rollout.places import EpisodePlaces
 from libra_cli.core.rollout.staleness import StalenessRule
 from libra_cli.core.sampling.curriculum import Curriculum
@@ -207,6 +208,7 @@ class GroupLedger:
     _playing_late: int = 0
     #: Where they are played.
     places: EpisodePlaces = field(default_factory=EpisodePlaces)
+    models: ModelUses = field(default_factory=ModelUses)
     #: Generated tokens of each trajectory that has ended since ``take_lengths``.
     _lengths: list[Tokens] = field(default_factory=list)
     #: Generated tokens of surplus members, in turns that came back, since ``take_sampling``.

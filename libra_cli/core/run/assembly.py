@@ -143,7 +143,7 @@ def assemble(
     train = [by_id[slot_id] for slot_id in plan.train]
     workers = _workers(recipe.training, dtype_of(recipe.model, train), train)
     training = _trainer(algorithm, ledger, train)
-    models = ModelServers()
+    models = ModelServers(ledger.models)
     reconciler = Reconciler(servers, workers, models, training, plan, slots)
     return RunParts(
         recipe,

@@ -31,6 +31,7 @@ from libra_cli.core.evidence import (
     TrainedStep,
 )
 from libra_cli.core.explanation import PastPrediction, past_prediction
+from libra_cli.core.model_use import ModelDemand, demands, uses_of
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
 from libra_cli.core.planning.triggers import FILLING, steps_to_average
@@ -129,6 +130,8 @@ class RunObserver:
         #: Generated tokens of the turns that have ended since the newest step.
         self._played_tokens: Tokens = 0
         self._measured: deque[MeasuredStep] = self._steps_kept()
+        #: What a step asks of frozen models, by the steps measured last.
+        self._demands: tuple[ModelDemand, ...] = ()
         self._lengths: deque[float] = deque(maxlen=RECENT)
         self._extras = _Extras()
         self._history = WorkHistory()
@@ -202,7 +205,9 @@ class RunObserver:
             newest = newest[-since * self._recipe.trajectories_per_step :]
         ended = [replace(one, tool_s=one.tool_s * factor) for one in newest]
         samples = completed(ended, self._conversations.alive) if self._first else tuple(ended)
-        return workload_of(self._recipe, samples, self._extras.mean(since or RECENT), self._rule)
+        extras = self._extras.mean(since or RECENT)
+        work = workload_of(self._recipe, samples, extras, self._rule)
+        return replace(work, models=self._demands)
 
     @property
     def staleness(self) -> BoundEvidence | None:
@@ -348,8 +353,10 @@ class RunObserver:
                 concurrency=concurrency,
                 held_s=row.held_s - once_s,
                 played_tokens=played_tokens,
+                models=uses_of(row.batch),
             )
         )
+        self._demands = demands([(one.step_s, one.models) for one in self._measured])
 
     def _work_of(self, row: StepRecord, extras: BatchOverhead) -> Mapping[str, float]:
         """Return what a step's work was like, in numbers above zero."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from libra_cli.config.frozen_models import NOWHERE, ModelsAddress
 from libra_cli.core.frozen.process import frozen_process
 from libra_cli.core.frozen.slots import FrozenSlot
 from libra_cli.core.launch.process import ProcessSpec
+from libra_cli.core.model_use import ModelUse
 from libra_cli.core.records import FrozenModelRecord, Record
 from libra_cli.runtime.frozen.endpoint import ModelsEndpoint
 from libra_cli.runtime.frozen.files import ServedFiles
@@ -41,6 +43,8 @@ class FrozenModels:
         self._save = save
         self._files = ServedFiles(cluster, save)
         self._servers: list[FrozenServer] = []
+        #: Seconds of servers that are gone, by model: with a request, and of requests.
+        self._gone: dict[str, list[float]] = {}
         self._background = Background()
         self._changed = asyncio.Event()
 
@@ -91,8 +95,24 @@ class FrozenModels:
         return server
 
     def remove(self, server: FrozenServer) -> None:
-        """Forget a server that was added, and is gone."""
+        """Forget a server that was added, and is gone, but for what it has done."""
         self._servers.remove(server)
+        self._count(self._gone, server)
+
+    @property
+    def uses(self) -> tuple[ModelUse, ...]:
+        """What has been asked of each model since the controller began."""
+        done = {name: list(seconds) for name, seconds in self._gone.items()}
+        for server in self._servers:
+            self._count(done, server)
+        serving = Counter(one.model for one in self._servers if one.takes_requests)
+        return tuple(ModelUse(name, serving[name], *seconds) for name, seconds in done.items())
+
+    @staticmethod
+    def _count(done: dict[str, list[float]], server: FrozenServer) -> None:
+        """Add the seconds that a server was busy, and those of its requests, to its model's."""
+        busy_s, asked_s = done.get(server.model, [0.0, 0.0])
+        done[server.model] = [busy_s + server.used[0], asked_s + server.used[1]]
 
     def happened(self, event: HostEvent) -> None:
         """Take in what a host reports."""

@@ -10,7 +10,7 @@ from libra_cli.config.errors import LibraError
 from libra_cli.config.frozen_models import FrozenModelSpec
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.core.actions import ModelAction, StartModel, StopModel
-from libra_cli.core.events import Event, ModelFailed, ModelStarted, ModelStopped
+from libra_cli.core.events import Event, ModelFailed, ModelStarted, ModelStopped, ModelsUsed
 from libra_cli.core.frozen.slots import FrozenSlot
 from libra_cli.core.launch.process import model_of
 from libra_cli.core.records import Record
@@ -24,6 +24,8 @@ ANSWERS_S = 60.0
 """How long a server that is to go may answer the requests that it has; then another one is asked.
 Chosen: longer than a judge's answer, far shorter than what a move is given to stop."""
 LOOK_S = 0.1
+COUNT_EVERY_S = 1.0
+"""A step of seconds is to have its own; an answer of ``vllm serve`` takes a good part of one."""
 
 
 @dataclass(slots=True)
@@ -76,6 +78,12 @@ class ModelProcesses:
         )
         running = self._running[slot.id] = _Running(action.incarnation, server, life)
         return running
+
+    async def count(self) -> None:
+        """Tell the machine for ever what is asked of frozen models, if the run has any."""
+        while self._specs:
+            self._post(ModelsUsed(self._models.uses))
+            await asyncio.sleep(COUNT_EVERY_S)
 
     async def close(self) -> None:
         """Drop the connections; the processes go on."""

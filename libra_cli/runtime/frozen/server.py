@@ -111,6 +111,13 @@ class FrozenServer:
             self._budget.refill()  # the host's fault
             self._ended.set_result(f"went with its host: {event.reason}")
 
+    @property
+    def used(self) -> tuple[float, float]:
+        """Seconds in which it served with a request at least, and in which requests were open,
+        summed over them."""
+        busy_s, _ = self._seconds.told()
+        return busy_s, self._seconds.request_s
+
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Count a request while it is answered."""
@@ -261,7 +268,9 @@ class _Seconds:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._at: float | None = None
-        self._is_busy = False
+        self._requests = 0
+        #: Of all requests, summed.
+        self.request_s = 0.0
         self._busy_s = self._serving_s = 0.0
 
     def start(self) -> None:
@@ -274,7 +283,7 @@ class _Seconds:
     def count(self, running: int) -> None:
         """Take in how many requests there are from now on."""
         self._add()
-        self._is_busy = running > 0
+        self._requests = running
 
     def told(self) -> tuple[float, float]:
         """Seconds with a request, and in all."""
@@ -286,7 +295,8 @@ class _Seconds:
             return
         now = self._clock()
         self._serving_s += now - self._at
-        self._busy_s += (now - self._at) * self._is_busy
+        self._busy_s += (now - self._at) * (self._requests > 0)
+        self.request_s += (now - self._at) * self._requests
         self._at = now
 
 

@@ -76,7 +76,7 @@ def test_what_a_recipe_does_not_allow_is_refused(to: dict[str, int], said: str) 
 
 
 def test_slots_that_train_or_are_pinned_are_not_taken() -> None:
-    with pytest.raises(OrderRefused, match="0 slots of the pool auto serve"):
+    with pytest.raises(OrderRefused, match="more slots than those of the pool auto that serve"):
         asked(served(), 2, pinned=["a/0", "a/1", "b/1"])
 
 

@@ -574,3 +574,30 @@ def test_one_that_hangs_is_replaced_after_its_limit_and_not_after_that_of_a_ques
         assert row.detail.startswith("has not answered for 0 s")
 
     play(scene)
+
+
+def test_what_is_asked_is_counted_on_every_slot_and_stays_when_a_server_goes(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        posted: list[e.Event] = []
+        owner = processes(run.hosts, posted)
+        await owner.perform(START)
+        run.hosts.held = asyncio.Event()
+        asked = [asyncio.create_task(run.ask(n=number)) for number in range(4)]
+        await until(lambda: len(run.hosts.asked) == 4)
+        (use,) = run.hosts.models.uses
+        assert (use.model, use.servers) == ("judge", 3)
+        run.hosts.held.set()
+        await asyncio.gather(*asked)
+        (busy,) = run.hosts.models.uses
+        assert busy.asked_s > busy.busy_s > 0.0, "two of them were open beside each other"
+        await owner.perform(a.StopModel("a/0", 1))
+        (left,) = run.hosts.models.uses
+        assert left.servers == 2
+        assert (left.busy_s, left.asked_s) >= (busy.busy_s, busy.asked_s)
+        counting = asyncio.create_task(owner.count())
+        await until(lambda: bool(posted))
+        counting.cancel()
+        assert isinstance(posted[0], e.ModelsUsed)
+        assert posted[0].uses[0].model == "judge"
+
+    play(scene)

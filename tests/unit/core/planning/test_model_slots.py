@@ -1,0 +1,107 @@
+"""How many slots the planner gives a frozen model that trajectories ask."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from libra_cli.app.costs import recipe_planner
+from libra_cli.config.recipe import Recipe
+from libra_cli.core.explanation import Constraint
+from libra_cli.core.launch.placement import initial_plan, slots_of
+from libra_cli.core.model_use import ModelDemand
+from libra_cli.core.observation import Observation
+from libra_cli.core.planning.planner import Decision
+from libra_cli.core.types import Plan, Role
+from libra_cli.core.workload import TrajectorySample, Workload
+from libra_cli.sim.profiles import load_profile
+
+PROFILE = load_profile("a800-qwen3-8b")
+SAMPLES = (TrajectorySample(500, 400), TrajectorySample(500, 800))
+
+
+def recipe(**changes: Any) -> Recipe:
+    nodes = [
+        {"host": "a", "gpus": 8, "slots": 8, "pool": "auto"},
+        {"host": "b", "gpus": 8, "slots": 8, "pool": [*["auto"] * 7, "models"]},
+    ]
+    return Recipe.model_validate(
+        {
+            "nodes": nodes,
+            "model": {"path": "/m"},
+            "environment": {"name": "m:E", "args": {"judge": {"served": "judge"}}},
+            "models": [{"name": "judge", "path": "/judge", "max_slots": 4}],
+            **changes,
+        }
+    )
+
+
+def decided(
+    demand: ModelDemand | None, today: Plan | None = None, **seen: Any
+) -> tuple[Decision, Plan]:
+    made = recipe()
+    plan = today or initial_plan(made)
+    work = Workload(SAMPLES, 512, models=() if demand is None else (demand,))
+    planner = recipe_planner(made, lambda plan, evidence: PROFILE, elastic=True)
+    return planner.decide(Observation(9, plan, slots_of(made), work, **seen)), plan
+
+
+def judges(plan: Plan) -> int:
+    return Counter(dict(plan.models).values())["judge"]
+
+
+SATURATED = ModelDemand("judge", 1.0, 400.0, 4000.0, busy=1.0)
+
+
+def test_a_model_without_time_left_gets_a_slot_that_served_the_policy() -> None:
+    decision, today = decided(SATURATED)
+    assert decision.plan is not None
+    assert judges(decision.plan) == 1
+    (given,) = dict(decision.plan.models)
+    assert given in dict(today.servers)
+    assert given not in dict(decision.plan.servers)
+    assert decision.after.step_s < 0.6 * decision.before.step_s
+    assert "2 x judge" in decision.layout
+    told = decision.explanation
+    assert told is not None
+    assert told.binds_today.constraint is Constraint.MODELS
+    assert "model judge" in str(told.binds_today)
+    (move,) = [move for move in decision.moves if move.slot == given]
+    assert (move.after, move.seconds > 0) == ("judge", True)
+    assert decision.cost_s > 0
+
+
+def test_one_that_is_idle_gives_its_slot_back() -> None:
+    slot = dict(initial_plan(recipe()).servers).popitem()[0]
+    start = initial_plan(recipe())
+    today = replace(
+        start,
+        servers=tuple(one for one in start.servers if one[0] != slot),
+        models=((slot, "judge"),),
+    )
+    idle = ModelDemand("judge", 2.0, 0.5, 0.6, busy=0.01)
+    decision, _ = decided(idle, today)
+    assert judges(decision.proposed) == 0
+
+
+@pytest.mark.parametrize("demand", [None, ModelDemand("judge", 1.0, 0.1, 0.1, busy=0.01)])
+def test_nobody_is_given_slots_without_need(demand: ModelDemand | None) -> None:
+    decision, _ = decided(demand)
+    assert judges(decision.proposed) == 0
+
+
+def test_it_never_has_more_than_the_recipe_allows_nor_pinned_ones() -> None:
+    start = initial_plan(recipe())
+    most = dict.fromkeys([slot for slot, _ in start.servers][-3:], "judge")
+    today = replace(
+        start,
+        servers=tuple(one for one in start.servers if one[0] not in most),
+        models=tuple(most.items()),
+    )
+    hungry = replace(SATURATED, servers=4.0, busy_s=4000.0)
+    assert judges(decided(hungry, today)[0].proposed) == 3
+    pins = tuple((slot, Role.ROLLOUT) for slot, _ in start.servers)
+    assert judges(decided(SATURATED, pins=pins)[0].proposed) == 0

@@ -1,0 +1,67 @@
+"""What is counted of frozen models, what of it a step tells, and what it is worth to a plan."""
+
+from __future__ import annotations
+
+import pytest
+
+from libra_cli.core.model_use import ModelDemand, ModelUse, ModelUses, demands, uses_of
+from libra_cli.core.workload import TrajectorySample, Workload
+
+
+def test_a_step_tells_what_was_asked_since_the_one_before() -> None:
+    book = ModelUses()
+    assert book.take_metrics() == {}
+    book.saw([ModelUse("judge", 1, 10.0, 40.0), ModelUse("customer", 2, 1.0, 1.0)])
+    first = book.take_metrics()
+    assert uses_of(first) == (
+        ModelUse("customer", 2, 1.0, 1.0),
+        ModelUse("judge", 1, 10.0, 40.0),
+    )
+    book.saw([ModelUse("judge", 2, 25.0, 100.0)])
+    assert uses_of(book.take_metrics()) == (
+        ModelUse("customer", 2, 0.0, 0.0),
+        ModelUse("judge", 2, 15.0, 60.0),
+    )
+
+
+def test_counts_of_the_next_controller_begin_anew() -> None:
+    book = ModelUses()
+    book.saw([ModelUse("judge", 1, 100.0, 400.0)])
+    book.take_metrics()
+    book.saw([ModelUse("judge", 1, 3.0, 12.0)])
+    assert uses_of(book.take_metrics()) == (ModelUse("judge", 1, 3.0, 12.0),)
+
+
+def test_other_metrics_are_no_use_of_a_model() -> None:
+    assert uses_of({"reward_std": 1.0, "places_full_s": 2.0}) == ()
+
+
+def test_a_demand_is_the_mean_of_steps_and_says_how_busy_servers_were() -> None:
+    steps = [
+        (10.0, (ModelUse("judge", 1, 10.0, 50.0),)),
+        (20.0, (ModelUse("judge", 1, 14.0, 70.0),)),
+    ]
+    assert demands(steps) == (ModelDemand("judge", 1.0, 12.0, 60.0, busy=0.8),)
+    assert demands([]) == ()
+    assert demands([(5.0, ())]) == ()
+
+
+def test_more_servers_share_what_is_asked() -> None:
+    judge = ModelDemand("judge", 2.0, 60.0, 400.0, busy=1.0)
+    assert [judge.step_s(servers) for servers in (1, 2, 3)] == [60.0, 30.0, 20.0]
+    assert judge.step_s(0) == float("inf")
+    assert judge.saved_s(2) == 0.0
+    assert judge.saved_s(4) == 200.0
+    assert judge.saved_s(1) == -400.0
+    assert ModelDemand("judge", 1.0, 0.0, 0.0, busy=0.0).step_s(0) == 0.0
+
+
+@pytest.mark.parametrize(("servers", "tool_s"), [(2, 5.0), (4, 3.0), (1, 9.0), (40, 1.2)])
+def test_trajectories_wait_less_in_tools_where_a_model_has_more_servers(
+    servers: int, tool_s: float
+) -> None:
+    judge = ModelDemand("judge", 2.0, 60.0, 400.0, busy=1.0)
+    work = Workload((TrajectorySample(10, 20, tool_s=5.0),), 100, models=(judge,))
+    (sample,) = work.served_by({"judge": servers}).samples
+    assert sample.tool_s == pytest.approx(tool_s)
+    assert work.served_by({"another": 3}) is work
