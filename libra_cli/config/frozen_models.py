@@ -33,6 +33,10 @@ KEY = "LIBRA_MODELS_KEY"
 _RESERVED = frozenset({"--uds", "--host", "--port", "--api-key", "--model", "--served-model-name"})
 
 
+_ROLES = ("rollout", "train", "gradient")
+"""What ``libra rebalance --to`` takes beside names of models."""
+
+
 def is_loopback(url: str) -> bool:
     """Whether a URL is of this machine, so that no proxy is asked for it, nor hears its key."""
     return urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")
@@ -67,6 +71,8 @@ class FrozenModelSpec(Section):
 
     def problems(self) -> Iterator[Problem]:
         """Yield numbers of slots that contradict, and arguments that libra gives itself."""
+        if self.name in _ROLES:
+            yield Problem(("name",), f"is {self.name}, the name of a role: choose another")
         if self.most_slots < self.slots:
             why = f"is {self.max_slots}, and slots is {self.slots}: raise it, or leave it out"
             yield Problem(("max_slots", "slots"), why)

@@ -279,7 +279,8 @@ class StartModel(ActionBase):
 
 @dataclass(frozen=True, slots=True)
 class StopModel(ActionBase):
-    """Stop a server of a frozen model once what it answers is answered, or has taken long enough.
+    """Stop a server of a frozen model once what it answers is answered, or has taken long enough;
+    ``at_once``: nobody waits for the answers.
 
     Ends in ModelStopped, when none of its processes is left.
     """
@@ -287,6 +288,7 @@ class StopModel(ActionBase):
     must_end: ClassVar[bool] = True
     slot: SlotId
     incarnation: int
+    at_once: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -226,6 +226,7 @@ class World:
         for at, row in self.recording.slots:
             # What a slot of the trainer does is told by its steps.
             now = "training" if row.role in (Role.TRAIN, Role.GRADIENT) else row.state
+            now = "a frozen model" if row.is_frozen else now
             state, start = since.get(row.slot, (now, at))
             if state != now:
                 spans.append((row.slot, state, start, at))

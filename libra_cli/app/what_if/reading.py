@@ -80,6 +80,11 @@ def known_of(reader: Reader, *, every: int = 1) -> Known:
     Raises:
         LibraError: it cannot be played again; says why, and what can be done.
     """
+    if any(row.models for row in reader.plans()):
+        raise WhatIfError(
+            "its plans gave frozen models slots, and what these are asked is not simulated there",
+            hint="libra rebalance RUN_DIR --dry-run says what the planner would do now",
+        )
     run, told = _at_one_bound(played_run(reader, every=every), reader)
     recipe = run.recipe
     observation = observation_of_run(reader, recipe, live=False)

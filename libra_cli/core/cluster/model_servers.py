@@ -38,11 +38,17 @@ class ModelServers(ReplicaSet):
         """``uses`` counts what is asked of frozen models, on any slot."""
         super().__init__()
         self._uses = uses
+        self._run_ends = False
 
     def serve(self, replica: Replica, model: str, *, now: Seconds) -> list[Result]:
         """Start a server of the model of this name."""
         replica.model = model
         return self.start(replica, now=now)
+
+    def stop(self, why: str, *, now: Seconds) -> list[Result]:
+        """Stop every server, since the run ends and nobody waits for answers."""
+        self._run_ends = True
+        return super().stop(why, now=now)
 
     def _take_in(self, event: ModelEvent, now: Seconds) -> list[Result]:
         match event:
@@ -76,7 +82,7 @@ class ModelServers(ReplicaSet):
         return []
 
     def _stop_action(self, replica: Replica) -> Action:
-        return StopModel(replica.slot.id, replica.incarnation)
+        return StopModel(replica.slot.id, replica.incarnation, at_once=self._run_ends)
 
     def _process_of(self, slot: SlotId) -> str:
         return model_of(slot)

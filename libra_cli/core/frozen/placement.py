@@ -20,9 +20,11 @@ def with_servers(
     plan: Plan, slots: Sequence[Slot], pinned: Collection[SlotId], name: str, number: int
 ) -> dict[SlotId, str] | None:
     """Return the plan's slots of frozen models, with ``number`` that serve the model ``name``; None
-    if there are not so many to take."""
+    if there are not so many to take, or to give back."""
     held = dict(plan.models)
     own = [slot for slot, model in held.items() if model == name]
+    if not set(own[number:]).isdisjoint(pinned):
+        return None
     for slot in own[number:]:
         del held[slot]
     serving = dict(plan.servers)

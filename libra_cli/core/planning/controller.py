@@ -332,6 +332,9 @@ class PlanController:
         if unknown:
             names = ", ".join(sorted(known))
             raise OrderRefused(f"there is no slot {unknown[0]}; the run has {names}")
+        for slot, role in event.pins:
+            if role is not None and (model := dict(today.models).get(slot)):
+                raise OrderRefused(f"slot {slot} serves {model}; --to {model}=N takes it back")
         roles = {slot: self._reconciler.role_of(slot) for slot in known}
         models = ordered_models(self._recipe.models, slots, today, dict(event.models), pins)
         left = [slot for slot in slots if slot.id not in models]

@@ -243,7 +243,7 @@ class Planner:
         today = self.space.layout_of(now.plan, now.slots)
         found = self._recalibrated(now, profile, today)
         candidates = list(self.space.candidates(found.search, now))
-        before = found.search.times(today)
+        before = found.search.served_by(today.models).times(today)
         chosen = self._chosen(now, found, candidates)
         decision = self._judge(now, found, before, chosen)
         if self.begins:
@@ -433,7 +433,8 @@ def _option(layout: Layout, times: Times) -> PlanOption:
 def roles_of(plan: Plan) -> dict[SlotId, str]:
     """Return the role of each slot of the plan: the name of a bucket or of a frozen model,
     ``train`` or ``gradient``."""
-    roles = {slot: bucket.name for slot, bucket in plan.servers} | dict(plan.models)
+    roles = {slot: bucket.name for slot, bucket in plan.servers}
+    roles |= {slot: f"model {name}" for slot, name in plan.models}
     return roles | dict.fromkeys(plan.train, "train") | dict.fromkeys(plan.gradient, "gradient")
 
 

@@ -12,7 +12,7 @@ from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.preflight.case import PreflightCase
 from libra_cli.core.preflight.families import refused_family
 from libra_cli.core.preflight.findings import ALL, CONTROLLER, Finding, Remedy
-from libra_cli.core.preflight.host_report import ModelFiles
+from libra_cli.core.preflight.host_report import ModelFiles, NodeFacts
 
 COUNTED = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
 """Endings of files that a model is made of; a README is not."""
@@ -46,7 +46,7 @@ def model(case: PreflightCase) -> Iterator[Finding]:
 
 
 def frozen_models(case: PreflightCase) -> Iterator[Finding]:
-    """The directories of frozen models are on the hosts that serve them."""
+    """The directories of frozen models are on the hosts that serve them, or may."""
     slots = frozen_slots(case.recipe.models, case.recipe.nodes)
     facts = {node.name: facts for node, facts in case.looked()}
     for host, name, path in sorted({(s.node.name, s.model.name, s.model.path) for s in slots}):
@@ -59,8 +59,26 @@ def frozen_models(case: PreflightCase) -> Iterator[Finding]:
                 f"the server of model {name} loads it from the host's own disk",
                 Remedy("host", f"hf download OWNER/NAME --local-dir {path}"),
             )
+    yield from _hosts_that_may_serve(case, facts)
     fine = f"{len(slots)} servers find their models" if slots else "the run serves no others"
     yield Finding("frozen models", ALL, "fine", fine)
+
+
+def _hosts_that_may_serve(case: PreflightCase, facts: Mapping[str, NodeFacts]) -> Iterator[Finding]:
+    """Yield hosts whose slots a model may be given, and that do not have it."""
+    more = [one for one in case.recipe.models if one.most_slots > one.slots]
+    free = [node.name for node in case.recipe.nodes if {"auto", "hybrid"} & {*node.slot_pools}]
+    for model in more:
+        for host in free:
+            if host in facts and model.path not in facts[host].paths:
+                yield Finding(
+                    "frozen models",
+                    host,
+                    "warns",
+                    f"there is no {model.path}",
+                    f"a slot that model {model.name} is given there is given back",
+                    Remedy("host", f"hf download OWNER/NAME --local-dir {model.path}"),
+                )
 
 
 def _missing(case: PreflightCase, host: str, path: str) -> Finding:

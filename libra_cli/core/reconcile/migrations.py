@@ -186,6 +186,8 @@ class MigrationTracker:
             kept = (move.after is Role.TRAIN) == (move.slot in self._wanted.trainer)
             if not kept:
                 return self._wanted.refusal
+        if move.after in self._sets and self._wanted.role_of(move.slot) is not move.after:
+            return "the plan was mended, and has something else there"
         if new is None or move.after is Role.TRAIN:
             return ""
         failed = new.state is ReplicaState.FAILED or move.incarnation not in (None, new.incarnation)

@@ -42,8 +42,8 @@ def ordered_models(
         resized = with_servers(today, slots, pins, name, number - least)
         if resized is None:
             raise OrderRefused(
-                f"{name} would need more slots than those of the pool auto that serve the policy "
-                "and are not pinned"
+                f"{name}={number} needs slots of the pool auto that serve the policy, or gives "
+                "some back, and too few are not pinned"
             )
         today = replace(today, models=tuple(resized.items()))
     return dict(today.models)

@@ -165,7 +165,7 @@ class RunObserver:
                 self._training.group(record)
             case StepRecord() if not record.checkpoint:  # written again once it has one
                 self._step(record)
-            case SlotRecord():
+            case SlotRecord() if not record.is_frozen:
                 self._starts.slot(record)
                 self._training.slot(record)
             case MoveRecord():

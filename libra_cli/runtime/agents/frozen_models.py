@@ -15,7 +15,7 @@ from aiohttp import web
 
 from libra_cli.config.frozen_models import ModelsAddress
 from libra_cli.runtime.agents.dialects.conversation import BadRequest
-from libra_cli.runtime.frozen.endpoint import handed_back
+from libra_cli.runtime.frozen.endpoint import handed_back, is_below_v1
 
 PATH = "/models/"
 _NO_LIMIT = aiohttp.ClientTimeout(total=None)
@@ -39,7 +39,7 @@ class AgentModels:
         if name not in self._names:
             known = ", ".join(self._names) or "none"
             raise BadRequest(f"agents see no model {name!r}; agent.served: {known}", status=404)
-        if not rest.startswith("v1/"):
+        if not is_below_v1(rest):
             raise BadRequest(f"{path} is not there, but what is below {PATH}{name}/v1", status=404)
         headers = {
             "Content-Type": http.headers.get("Content-Type", "application/json"),

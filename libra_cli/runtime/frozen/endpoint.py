@@ -61,6 +61,10 @@ class ModelsEndpoint:
         if name not in (known := [server.model for server in self._servers]):
             said = f"the run serves no model {name!r}, but {', '.join(dict.fromkeys(known))}"
             return web.json_response({"error": {"message": said}}, status=404)
+        path = http.match_info["path"]
+        if not is_below_v1(path):
+            said = f"{path} is not there, but what is below /{name}/v1"
+            return web.json_response({"error": {"message": said}}, status=404)
         body = await http.read()
         failed: set[FrozenServer] = set()
         while True:
@@ -103,6 +107,11 @@ class ModelsEndpoint:
                 raise
         await asyncio.sleep(0.1)  # it is told of a server's end a moment later
         return None
+
+
+def is_below_v1(path: str) -> bool:
+    """Whether a path below a model's own is one of its API, which begins with ``v1/``."""
+    return path.startswith("v1/") and {".", ".."}.isdisjoint(path.split("/"))
 
 
 async def handed_back(http: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:

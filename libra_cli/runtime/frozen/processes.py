@@ -102,7 +102,8 @@ class ModelProcesses:
     async def _stop(self, action: StopModel) -> ModelStopped:
         slot = self._slots[action.slot]
         if (running := self._running.pop(slot.id, None)) is not None:
-            await self._answered(running)
+            if not action.at_once:
+                await self._answered(running)
             running.life.cancel()
             await asyncio.wait({running.life})
             self._models.remove(running.server)

@@ -70,7 +70,7 @@ def test_a_model_without_time_left_gets_a_slot_that_served_the_policy() -> None:
     assert told.binds_today.constraint is Constraint.MODELS
     assert "model judge" in str(told.binds_today)
     (move,) = [move for move in decision.moves if move.slot == given]
-    assert (move.after, move.seconds > 0) == ("judge", True)
+    assert (move.after, move.seconds > 0) == ("model judge", True)
     assert decision.cost_s > 0
 
 

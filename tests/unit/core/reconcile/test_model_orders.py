@@ -76,8 +76,25 @@ def test_what_a_recipe_does_not_allow_is_refused(to: dict[str, int], said: str) 
 
 
 def test_slots_that_train_or_are_pinned_are_not_taken() -> None:
-    with pytest.raises(OrderRefused, match="more slots than those of the pool auto that serve"):
+    with pytest.raises(OrderRefused, match="needs slots of the pool auto that serve the policy"):
         asked(served(), 2, pinned=["a/0", "a/1", "b/1"])
+
+
+def test_a_pinned_slot_is_not_taken_back() -> None:
+    made = served()
+    plan = initial_plan(made)
+    today = Plan(plan.servers, plan.train, models=(("b/1", "judge"),))
+    with pytest.raises(OrderRefused, match="gives some back, and too few are not pinned"):
+        asked(made, 1, today, pinned=["b/1"])
+
+
+@pytest.mark.parametrize("name", ["rollout", "train", "gradient"])
+def test_no_model_is_called_like_a_role(name: str) -> None:
+    with pytest.raises((RecipeError, ValueError), match="the name of a role"):
+        served(
+            environment={"name": "m:E", "args": {"judge": {"served": name}}},
+            models=[{"name": name, "path": "/judge"}],
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,6 +140,8 @@ def test_a_slot_is_moved_to_the_judge_and_back_while_the_run_goes_on() -> None:
     assert world.answers[-1].text == "moving to rollout=2, gradient=0, train=2, 1 more for judge"
     until(world, lambda: serving() == ["b/1"])
     until(world, lambda: not world.machine.reconciler.moves)
+    world.give(e.PlanOrdered("pin", pins=(("b/1", Role.ROLLOUT),)))
+    assert world.answers[-1].text == "slot b/1 serves judge; --to judge=N takes it back"
     step = len(world.steps)
     world.give(e.PlanOrdered("two", models=(("judge", 1),)))
     assert world.answers[-1].accepted

@@ -289,6 +289,8 @@ post(os.environ["LIBRA_REWARD_URL"], {"reward": reward})
         ("judge/v1/chat/completions", "another", 401),
         ("teacher/v1/chat/completions", "", 404),
         ("judge/metrics", "", 404),
+        ("judge/v1/../metrics", "", 404),
+        ("judge/v1/../../teacher/v1/chat/completions", "", 404),
     ],
 )
 def test_a_command_is_shown_no_other_model_and_no_other_page(command, path, key, status):

@@ -19,6 +19,7 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from libra_cli.config.errors import HostError, HostLost, ProcessError
 from libra_cli.config.frozen_models import ModelsAddress
@@ -513,6 +514,35 @@ def test_a_server_on_a_slot_of_the_planner_shares_the_requests_until_it_goes(pla
         assert await owner.perform(a.StartModel("a/0", 1, "judge")) == e.ModelStarted("a/0", 1)
         await owner.close()
         assert "model-0" in run.hosts.running
+
+    play(scene)
+
+
+@pytest.mark.parametrize("path", ["metrics", "v1/../metrics", "v1/./models", "v1x/models"])
+def test_nothing_but_the_api_of_a_model_is_reached(play: Any, path: str) -> None:
+    async def scene(run: Scene) -> None:
+        headers = {"Authorization": f"Bearer {run.token}"}
+        url = URL(f"{run.url}/judge/{path}", encoded=True)
+        async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as told:
+            assert told.status == 404
+            assert "is not there, but what is below /judge/v1" in await told.text()
+        assert run.hosts.asked == []
+
+    play(scene)
+
+
+def test_at_the_end_of_a_run_nobody_waits_for_answers(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        owner = processes(run.hosts, [])
+        await owner.perform(START)
+        run.hosts.held = asyncio.Event()
+        asked = [asyncio.create_task(run.ask(n=number)) for number in range(3)]
+        await until(lambda: "model-0" in run.hosts.asked)
+        stop = a.StopModel("a/0", 1, at_once=True)
+        assert await owner.perform(stop) == e.ModelStopped("a/0", 1)
+        assert not any(one.done() for one in asked)
+        run.hosts.held.set()
+        await asyncio.gather(*asked)
 
     play(scene)
 
