@@ -78,6 +78,7 @@ def known_of(reader: Reader, *, every: int = 1) -> Known:
     """Read a run, of whose steps every ``every``-th is to be played again.
 
     Raises:
+        WhatIfError: it cannot be simulated, since its plans gave frozen models slots.
         LibraError: it cannot be played again; says why, and what can be done.
     """
     if any(row.models for row in reader.plans()):
