@@ -72,7 +72,7 @@ def test_a_teacher_and_a_judge_of_the_run_itself_are_waited_for_and_get_another_
         assert run.order("helper=2").returncode == 0
         run.wait("a slot more", lambda: slot(run, 1)[:3] == served, timeout_s=START_S)
         run.wait("another life", lambda: slot(run, 3) == (*served, 1), timeout_s=START_S)
-        assert "ended by signal 9" in run.told()
+        assert "ended by signal 9" in run.log.read_text()
         assert run.order("helper=1").returncode == 0
         run.wait("it back", lambda: slot(run, 1)[:2] == ("rollout", "serving"), timeout_s=START_S)
         ((last,),) = run.query("SELECT max(step) FROM steps")
