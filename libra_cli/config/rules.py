@@ -113,11 +113,6 @@ def _evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
                 "are for the run's own environment, and this evaluation has another: name them in "
                 f"{key}.environment.tasks",
             )
-        elif recipe.agent is not None and (one.tasks or one.environment is not None):
-            yield Problem(
-                (f"{key}.{'tasks' if one.tasks else 'environment'}", "agent"),
-                "is another than the agent's: an agent is evaluated on its own environment only",
-            )
         elif one.tasks and len(recipe.environment) > 1:
             yield Problem(
                 (f"{key}.tasks", "environment"),
@@ -286,6 +281,9 @@ def _agent_problems(recipe: Recipe) -> Iterator[Problem]:
     if agent.in_sandbox:
         for index, environment in enumerate(recipe.environment):
             yield from _no_place_for_agents(f"environment[{index}]", environment)
+        for index, one in enumerate(recipe.evaluation):
+            if one.environment is not None:
+                yield from _no_place_for_agents(f"evaluation[{index}].environment", one.environment)
 
 
 def _no_place_for_agents(key: str, environment: EnvironmentSpec) -> Iterator[Problem]:

@@ -89,7 +89,7 @@ class AgentEpisodes:
         self._max_turns = recipe.rollout.max_turns
         known = [one.get_secret_value() for one in self._spec.secrets.values()]
         self._mask = masker(known)  # an agent's last words are kept in the run's database
-        self._tasks = AgentTasks(recipe, run_dir, open_on)
+        self.tasks = AgentTasks(recipe, run_dir, open_on)
         self._runner = self._runner_of(run_dir / "agents", open_on)
         seen = AgentModels(self._spec.served, models)
         self.server = AgentServer(recipe, self._runner, seen, run_dir, note=note)
@@ -102,7 +102,7 @@ class AgentEpisodes:
             return runner_of(self._spec, directory, open_on, lambda: self.server.port)
         seconds = self._spec.timeout_s * (self._max_turns + 1)
         return EnclosedRunner(
-            self._spec, self._tasks.run_agent, lambda: self.server.port, timeout_s=seconds
+            self._spec, self.tasks.run_agent, lambda: self.server.port, timeout_s=seconds
         )
 
     @property
@@ -117,7 +117,7 @@ class AgentEpisodes:
         Raises:
             EnvironmentBroken: it cannot be made.
         """
-        await self._tasks.prepare(note)
+        await self.tasks.prepare(note)
         await self.server.start()
 
     async def check(self, seed: int) -> int:
@@ -127,12 +127,12 @@ class AgentEpisodes:
             LibraError: it cannot be begun.
         """
         look = self._runner.check if isinstance(self._runner, EnclosedRunner) else None
-        openings = await self._tasks.check(TrajectoryId(group=-1, member=0), seed, look)
+        openings = await self.tasks.check(TrajectoryId(group=-1, member=0), seed, look)
         return max(len(self._renderer.prompt(one.messages, one.tools)) for one in openings)
 
     def environment_of(self, trajectory: TrajectoryId) -> str:
         """The label of the environment that was begun; empty if there is only one."""
-        return self._tasks.environment_of(trajectory)
+        return self.tasks.environment_of(trajectory)
 
     def role_of(self, trajectory: TrajectoryId) -> str:
         """Nothing: an agent has branches of its own, and plays no environment with roles."""
@@ -144,7 +144,7 @@ class AgentEpisodes:
 
     def waited_of(self, trajectory: TrajectoryId) -> Seconds:
         """Seconds that it has waited so far for its agent or its environment to begin."""
-        return self._episodes[trajectory].waited_s + self._tasks.waited_of(trajectory)
+        return self._episodes[trajectory].waited_s + self.tasks.waited_of(trajectory)
 
     async def start(
         self, trajectory: TrajectoryId, group: int, *, task_seed: int, seed: int
@@ -163,7 +163,7 @@ class AgentEpisodes:
         )
         episode = self._episodes[trajectory] = _AgentEpisode(play)
         try:
-            opening = await self._tasks.reset(trajectory, group, task_seed=task_seed, seed=seed)
+            opening = await self.tasks.reset(trajectory, group, task_seed=task_seed, seed=seed)
             _check_wanted(play)
             job = self._job(trajectory, play, opening)
             self.server.add(play)
@@ -264,7 +264,7 @@ class AgentEpisodes:
             return TurnResult(array("i"), (), done=True, reward=reward)
         if reward is not None:
             raise AgentFailed(f"the agent's reward is {reward}")
-        scored = await self._tasks.score(trajectory, play.text, play.conversation)
+        scored = await self.tasks.score(trajectory, play.text, play.conversation)
         return TurnResult(array("i"), (), done=True, reward=scored.reward, metrics=scored.metrics)
 
     def forget(self, trajectory: TrajectoryId) -> None:
@@ -277,7 +277,7 @@ class AgentEpisodes:
                 self._leaving.add(episode.running)
                 episode.running.add_done_callback(self._leaving.discard)
                 episode.running.cancel()
-        self._tasks.forget(trajectory)
+        self.tasks.forget(trajectory)
 
     async def close(self) -> None:
         """End all agents, which have ``LEAVE_S`` seconds to go, then the server and the runner."""
@@ -287,7 +287,7 @@ class AgentEpisodes:
             await asyncio.wait(self._leaving, timeout=LEAVE_S)
         await self.server.close()
         await self._runner.close()
-        await self._tasks.close()
+        await self.tasks.close()
 
 
 def _check_wanted(play: AgentPlay) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,9 +14,12 @@ from libra_cli.envs.agents.enclosed import EnclosedJob
 from libra_cli.envs.protocol import Message
 from libra_cli.envs.session import Opening, Scored
 from libra_cli.runtime.episodes.calls import CallLine
-from libra_cli.runtime.episodes.places import EnvironmentSource, EpisodeEnvironment
+from libra_cli.runtime.episodes.places import (
+    EnvironmentSource,
+    EnvironmentSources,
+    EpisodeEnvironment,
+)
 from libra_cli.runtime.episodes.workers import OpenOnNode, no_nodes
-from libra_cli.runtime.tasks.weighted_turns import Mixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +38,21 @@ class AgentTasks:
         Raises:
             EnvironmentBroken: there is no such environment, or the tasks cannot be read.
         """
-        labels = recipe.environment_labels
-        self._sources = [
-            EnvironmentSource(spec, label, run_directory, open_on)
-            for spec, label in zip(recipe.environment, labels, strict=True)
-        ]
-        self._mixture = Mixture([spec.weight for spec in recipe.environment])
+        self._trained = EnvironmentSources(
+            recipe.environment, recipe.environment_labels, run_directory, open_on
+        )
+        self._sources = list(self._trained)
+        self._others_of: Callable[[TrajectoryId], EnvironmentSources | None] = lambda _: None
         self._tasks: dict[TrajectoryId, _AgentTask] = {}
+
+    def give_others(
+        self,
+        others: Iterable[EnvironmentSources],
+        of: Callable[[TrajectoryId], EnvironmentSources | None],
+    ) -> None:
+        """Give some trajectories tasks of ``others``: those ``of`` which it returns one of them."""
+        self._sources += [source for one in others for source in one]
+        self._others_of = of
 
     async def prepare(self, note: Callable[[str], None]) -> None:
         """Have made what environments would else make in their first episodes on each host.
@@ -72,8 +83,8 @@ class AgentTasks:
         return openings
 
     def environment_of(self, trajectory: TrajectoryId) -> str:
-        """The label of the environment that was begun; empty if there is only one."""
-        return self._tasks[trajectory].source.label if len(self._sources) > 1 else ""
+        """The label of the environment that was begun; empty if the run trains on only one."""
+        return self._tasks[trajectory].source.label if len(self._trained) > 1 else ""
 
     def waited_of(self, trajectory: TrajectoryId) -> Seconds:
         """Seconds that the trajectory has waited so far for calls of its environment to begin."""
@@ -84,11 +95,13 @@ class AgentTasks:
     ) -> Opening:
         """Make an environment and begin the group's task.
 
+        ``group`` counts those that take tasks of the same environments, from 0.
+
         Raises:
             EnvironmentBroken: it cannot be begun.
         """
-        number, index = self._mixture.of(group)
-        return await self._reset(trajectory, self._sources[number], index, task_seed, seed)
+        source, index = (self._others_of(trajectory) or self._trained).of(group)
+        return await self._reset(trajectory, source, index, task_seed, seed)
 
     async def _reset(
         self,

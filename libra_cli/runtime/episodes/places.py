@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -34,6 +34,7 @@ from libra_cli.runtime.episodes.workers import (
 )
 from libra_cli.runtime.hosts.threads import Threads
 from libra_cli.runtime.tasks.mixture import Tasks
+from libra_cli.runtime.tasks.weighted_turns import Mixture
 
 WITH_MCP_TOOLS = "libra_cli.envs.adapters.mcp:WithMcpTools"
 """What makes an environment that has the tools of MCP servers, too."""
@@ -259,3 +260,41 @@ class EnvironmentSource:
     async def close(self) -> None:
         """End the threads, except those that hang, or the processes."""
         await self._home.close()
+
+
+class EnvironmentSources:
+    """The environments that take turns in giving tasks."""
+
+    def __init__(
+        self,
+        specs: Sequence[EnvironmentSpec],
+        labels: Sequence[str],
+        run_directory: Path | None,
+        open_on: OpenOnNode,
+    ) -> None:
+        """Find the environments and read their tasks.
+
+        Raises:
+            EnvironmentBroken: there is no such environment, or the tasks cannot be read.
+        """
+        self._sources = [
+            EnvironmentSource(spec, label, run_directory, open_on)
+            for spec, label in zip(specs, labels, strict=True)
+        ]
+        self._mixture = Mixture([spec.weight for spec in specs])
+
+    def __iter__(self) -> Iterator[EnvironmentSource]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    @property
+    def num_tasks(self) -> int | None:
+        """How many tasks their files have, of several the fewest; None without files."""
+        return min((one.num_tasks for one in self._sources if one.num_tasks), default=None)
+
+    def of(self, group: int) -> tuple[EnvironmentSource, int]:
+        """Return the environment of a group, counted from 0, and the index of its task there."""
+        number, index = self._mixture.of(group)
+        return self._sources[number], index

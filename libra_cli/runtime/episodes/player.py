@@ -54,13 +54,16 @@ from libra_cli.envs.protocol import Message, ToolCall, ToolSchema
 from libra_cli.envs.session import Answered, ToolAnswer
 from libra_cli.envs.tools import Malformed, objection
 from libra_cli.runtime.episodes.calls import CallLine
-from libra_cli.runtime.episodes.places import EnvironmentSource, EpisodeEnvironment
+from libra_cli.runtime.episodes.places import (
+    EnvironmentSource,
+    EnvironmentSources,
+    EpisodeEnvironment,
+)
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.episodes.speakers import Speaker, Speakers
 from libra_cli.runtime.episodes.tool_formats.formats import GeneratedTurn
 from libra_cli.runtime.episodes.workers import OpenOnNode, no_nodes
 from libra_cli.runtime.store.images import ImageStore, ShownImage
-from libra_cli.runtime.tasks.weighted_turns import Mixture
 
 _TIMED_OUT = "tool timed out"
 _PASSED_ON = "not run: the turn has passed to another"
@@ -123,17 +126,13 @@ class Episodes:
         """
         self._renderer = renderer
         self._images = images
-        self._sources = [
-            EnvironmentSource(spec, label, run_directory, open_on)
-            for spec, label in zip(specs, labels, strict=True)
-        ]
-        self._mixture = Mixture([spec.weight for spec in specs])
+        self._sources = EnvironmentSources(specs, labels, run_directory, open_on)
         self._episodes: dict[TrajectoryId, _Episode] = {}
 
     @property
     def num_tasks(self) -> int | None:
         """How many tasks its files have, of several environments the fewest; None without files."""
-        return min((one.num_tasks for one in self._sources if one.num_tasks), default=None)
+        return self._sources.num_tasks
 
     @property
     def running(self) -> int:
@@ -199,8 +198,7 @@ class Episodes:
         Raises:
             EnvironmentBroken: the environment failed, or too many calls hang.
         """
-        number, index = self._mixture.of(group)
-        source = self._sources[number]
+        source, index = self._sources.of(group)
         return await self._begin(trajectory, source, index, task_seed=task_seed, seed=seed)
 
     async def _begin(

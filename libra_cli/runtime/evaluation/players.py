@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from libra_cli.config.errors import RecipeError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.evaluation.groups import evaluated_task
 from libra_cli.core.types import GroupId, Seconds, Tokens, TrajectoryId, is_evaluation
+from libra_cli.runtime.agents.episodes import AgentEpisodes
+from libra_cli.runtime.agents.tasks import AgentTasks
 from libra_cli.runtime.episodes.performer import EpisodePlayer
+from libra_cli.runtime.episodes.places import EnvironmentSources
 from libra_cli.runtime.episodes.player import Episodes, TurnResult
 from libra_cli.runtime.episodes.renderer import Renderer
 from libra_cli.runtime.episodes.workers import OpenOnNode, no_nodes
@@ -32,16 +35,24 @@ def evaluation_players(
     images: ImageStore | None = None,
     open_on: OpenOnNode = no_nodes,
 ) -> list[EpisodePlayer]:
-    """Make the player of each evaluation; an agent plays what it plays for training.
+    """Make the player of each evaluation; agents play all, in environments of their own.
 
     Raises:
         LibraError: an environment cannot be found, its tasks cannot be read, or there are too few.
     """
+    if isinstance(trained, AgentEpisodes):
+        own = {
+            entry: EnvironmentSources(*recipe.environments_of(entry), run_directory, open_on)
+            for entry, spec in enumerate(recipe.evaluation)
+            if spec.tasks or spec.environment is not None
+        }
+        for entry, sources in own.items():
+            asked = recipe.evaluation[entry].num_tasks
+            _check_count(recipe.evaluation_names[entry], asked, sources.num_tasks)
+        _give_tasks(trained.tasks, own)
+        return [trained] * len(recipe.evaluation)
     players: list[EpisodePlayer] = []
-    for entry, spec in enumerate(recipe.evaluation):
-        if recipe.agent is not None:
-            players.append(trained)
-            continue
+    for entry, name in enumerate(recipe.evaluation_names):
         environments, labels = recipe.environments_of(entry)
         player = Episodes(
             environments,
@@ -51,15 +62,28 @@ def evaluation_players(
             images=images,
             open_on=open_on,
         )
-        if player.num_tasks is not None and player.num_tasks < spec.num_tasks:
-            name = recipe.evaluation_names[entry]
-            raise RecipeError(
-                f"evaluation {name}: its files have {player.num_tasks} tasks, and num_tasks is "
-                f"{spec.num_tasks}",
-                hint=f"in evaluation: num_tasks: {player.num_tasks}",
-            )
+        _check_count(name, recipe.evaluation[entry].num_tasks, player.num_tasks)
         players.append(player)
     return players
+
+
+def _give_tasks(tasks: AgentTasks, own: Mapping[int, EnvironmentSources]) -> None:
+    """Give agents the tasks of evaluations that have an environment of their own, by entry."""
+
+    def of(trajectory: TrajectoryId) -> EnvironmentSources | None:
+        is_other = is_evaluation(trajectory.group)
+        return own.get(evaluated_task(trajectory.group).entry) if is_other else None
+
+    tasks.give_others(own.values(), of)
+
+
+def _check_count(name: str, asked: int, known: int | None) -> None:
+    """Refuse an evaluation that asks for more tasks than its files have."""
+    if known is not None and known < asked:
+        raise RecipeError(
+            f"evaluation {name}: its files have {known} tasks, and num_tasks is {asked}",
+            hint=f"in evaluation: num_tasks: {known}",
+        )
 
 
 class EvaluatedEpisodes:

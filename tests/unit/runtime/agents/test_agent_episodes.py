@@ -8,13 +8,15 @@ from array import array
 
 import pytest
 
-from libra_cli.config.errors import AgentFailed, LibraError
+from libra_cli.config.errors import AgentFailed, LibraError, RecipeError
+from libra_cli.core.evaluation.groups import EvaluatedTask
 from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.pointer_chase import PointerChase, Store, call_text
 from libra_cli.runtime.agents.play import AgentEnd, SaidTurn
 from libra_cli.runtime.agents.tasks import AgentTasks
 from libra_cli.runtime.episodes.renderer import Renderer
-from tests.agents import DEADLINE_S, Chat, Refused, post
+from libra_cli.runtime.evaluation.players import EvaluatedEpisodes, evaluation_players
+from tests.agents import DEADLINE_S, Chat, Refused, post, recipe
 
 TOOLS = list(PointerChase.tools)
 
@@ -412,3 +414,48 @@ def test_after_a_turn_that_cannot_be_read_no_other_tokens_follow(play, monkeypat
     monkeypatch.setattr(Renderer, "read_turn", broken)
     with pytest.raises(AgentFailed, match="cannot go on"):
         play(agent, "a", "b")
+
+
+def test_an_evaluation_plays_its_own_tasks_by_the_same_agent(play, tmp_path):
+    rows = {name: tmp_path / f"{name}.jsonl" for name in ("trained", "held_out")}
+    for number, path in enumerate(rows.values(), 1):
+        path.write_text(f'{{"question": "{number} + {number}?", "answer": {2 * number}}}\n')
+    changes = {
+        "environment": {"name": "calculator", "args": {}, "tasks": str(rows["trained"])},
+        "evaluation": [
+            {"tasks": str(rows["held_out"]), "num_tasks": 1},
+            {"environment": {"name": "calculator"}, "num_tasks": 3},
+        ],
+    }
+    seen = []
+
+    async def agent(task, base_url, api_key, model):
+        seen.append(task["data"]["question"])
+        await chat(task, base_url, api_key).ask()
+
+    async def scene(made):
+        found = recipe({"function": "agents_of_tests:agent"}, **changes)
+        players = evaluation_players(found, made.episodes, made.renderer)
+        all_of_them = EvaluatedEpisodes(found, made.episodes, players)
+        groups = [0, EvaluatedTask(0, 0, 0).group, EvaluatedTask(0, 1, 2).group]
+        rewards = []
+        for group in groups:
+            who = TrajectoryId(group, 0)
+            await all_of_them.start(who, group, task_seed=0, seed=0)
+            said = array("i", [*made.renderer.encode("4"), made.renderer.end_of_turn])
+            rewards.append(
+                (await all_of_them.advance(who, said, "stop", [-0.5] * len(said))).reward
+            )
+            all_of_them.forget(who)
+        short = recipe(
+            {"function": "agents_of_tests:agent"},
+            **{**changes, "evaluation": [{"tasks": str(rows["held_out"]), "num_tasks": 2}]},
+        )
+        with pytest.raises(RecipeError, match="its files have 1 tasks, and num_tasks is 2"):
+            evaluation_players(short, made.episodes, made.renderer)
+        return rewards
+
+    _, rewards = play(agent, changes=changes, scene=scene)
+    assert rewards[:2] == [0.0, 1.0]
+    assert seen[:2] == ["1 + 1?", "2 + 2?"]
+    assert seen[2] not in seen[:2]
