@@ -13,24 +13,30 @@ from pathlib import Path
 from tests.gallery import facts as kept
 from tests.gallery.entries import CHECKOUT, ENTRIES
 from tests.gallery.page import files
-from tests.gallery.play import play
+from tests.gallery.play import play, play_again
 from tests.made_page import MadePage, say
 
 WORK = CHECKOUT / "build" / "gallery"
 
 
 def made(name: str) -> str:
-    """Run an entry and keep its facts."""
+    """Run an entry with each of its seeds, and keep its facts after each."""
     WORK.mkdir(parents=True, exist_ok=True)
-    facts = play(ENTRIES[name], WORK, say)
+    entry = ENTRIES[name]
+    facts = play(entry, WORK, say)
     path = kept.write(facts)
+    for seed in entry.further_seeds:
+        further = {**facts.further, seed: play_again(entry, WORK, say, seed)}
+        facts = facts.model_copy(update={"further": further})
+        kept.write(facts)
     return f"{facts.seconds.whole:.0f} s, {path.relative_to(CHECKOUT)}"
 
 
 def commit_of(name: str) -> str | None:
-    """Return the commit of the code that an entry was run with."""
+    """Return the commit of the code that an entry was run with, if that was with all its seeds."""
     facts = kept.read(name)
-    return facts.machine.commit if facts else None
+    is_whole = facts is not None and set(facts.further) == set(ENTRIES[name].further_seeds)
+    return facts.machine.commit if facts is not None and is_whole else None
 
 
 def texts() -> Mapping[Path, str]:

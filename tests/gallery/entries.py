@@ -29,7 +29,8 @@ class Entry:
     """The entry whose model it begins with."""
     curve: str = "reward/mean"
     """The metric of a step that is drawn."""
-
+    further_seeds: tuple[int, ...] = ()
+    """Seeds that it is run with beside the recipe's own, to draw their curves too."""
     kills_a_server: bool = False
     """Whether a vLLM server is killed in the middle; what every slot did is then drawn too."""
 
@@ -68,6 +69,19 @@ ENTRIES: Mapping[str, Entry] = {
             "kuhn-poker-frozen",
             "a model learns to beat a frozen copy of itself",
             needs="kuhn-poker-sft",
+        ),
+        Entry(
+            "mini-swe-sft",
+            "random weights imitate somebody who mends repositories poorly",
+            examined_by="mini-swe",
+            exports_to="~/.libra/mini-swe",
+            curve="train/token_accuracy",
+        ),
+        Entry(
+            "mini-swe",
+            "mini-swe-agent as it is, in a sandbox for each trajectory",
+            needs="mini-swe-sft",
+            further_seeds=(1, 2),
         ),
         Entry("smollm2", "a language model of 135 million parameters, downloaded"),
         Entry("mixture", "a mixture of experts"),

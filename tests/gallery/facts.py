@@ -149,6 +149,8 @@ class Facts(Fact):
     trajectories: list[Trajectory]
     timeline: Timeline | None = None
     """Of a run whose slots change sides."""
+    further: Mapping[int, Curve] = {}
+    """The curves of runs of the same recipe with other seeds."""
 
     @property
     def imitates(self) -> bool:
@@ -175,14 +177,20 @@ def facts_of(run: LoadedRun, known: Mapping[str, Any], metric: str) -> Facts:
             steps=round(last.ended_at - first.started_at, 1),
             built_model=known["built_model"],
         ),
-        curve=Curve(
-            metric=metric,
-            values=[round(step.metrics[metric], 4) for step in run.steps],
-            ended_at=[round(step.ended_at - first.started_at, 1) for step in run.steps],
-        ),
+        curve=curve_of(run, metric),
         tokens_per_s=round(median(rates), 1) if any(rates) else None,
         evaluations=[_examination(row) for row in run.evaluations if row.state == "finished"],
         trajectories=shown,
+    )
+
+
+def curve_of(run: LoadedRun, metric: str) -> Curve:
+    """The values of a metric that every step of a finished run has."""
+    began = run.steps[0].started_at
+    return Curve(
+        metric=metric,
+        values=[round(step.metrics[metric], 4) for step in run.steps],
+        ended_at=[round(step.ended_at - began, 1) for step in run.steps],
     )
 
 

@@ -12,7 +12,7 @@ from libra_cli.config.text import printable
 from libra_cli.report.status.steps import smooth
 from libra_cli.report.terminal.plots import sparkline
 from tests.gallery.entries import ENTRIES, RECIPES, Entry
-from tests.gallery.facts import FOLDER, Examination, Facts, Machine, Timeline, Trajectory
+from tests.gallery.facts import FOLDER, Curve, Examination, Facts, Machine, Timeline, Trajectory
 from tests.gallery.picture import NAMES, picture
 
 ENDS = 5
@@ -78,8 +78,11 @@ def _before(facts: Facts) -> Examination | None:
 
 def ends(facts: Facts) -> tuple[float, float]:
     """The means of the curve over its first and over its last ``ENDS`` steps."""
-    values = facts.curve.values
-    return fmean(values[:ENDS]), fmean(values[-ENDS:])
+    return _ends(facts.curve)
+
+
+def _ends(curve: Curve) -> tuple[float, float]:
+    return fmean(curve.values[:ENDS]), fmean(curve.values[-ENDS:])
 
 
 def _section(entry: Entry, facts: Facts) -> Iterator[str]:
@@ -114,6 +117,9 @@ def _measured(facts: Facts) -> dict[str, str]:
         NAMES[facts.curve.metric]: f"{first:.2f} → {last:.2f}, first and last {ENDS} of"
         f" {count} steps: {_blocks(facts.curve.values)}",
     }
+    for seed, curve in facts.further.items():
+        began, ended = _ends(curve)
+        rows[f"with seed {seed}"] = f"{began:.2f} → {ended:.2f}: {_blocks(curve.values)}"
     if facts.tokens_per_s is not None:
         what = "training" if facts.imitates else "rollout"
         kind = "imitated" if facts.imitates else "generated"

@@ -42,12 +42,19 @@ def _curve(facts: Facts) -> str:
     values = facts.curve.values
     steps = list(range(1, len(values) + 1))
     series = [Series(steps, values, "a", "points"), Series(steps, smooth(values), "a")]
+    series += [
+        Series(list(range(1, len(one.values) + 1)), smooth(one.values), "a", "dashes")
+        for one in facts.further.values()
+    ]
     half = max(0.5, len(values) / 80)
     bands = [
         Band((one.step or 0) - half, (one.step or 0) + half, one.low, one.pass_at_1, one.high)
         for one in facts.evaluations
     ]
     words = f'<tspan fill="var(--a)">{NAMES[facts.curve.metric]}</tspan> by step'
+    if facts.further:
+        seeds = ", ".join(map(str, facts.further))
+        words += f" (dashed: seeds {seeds})"
     if bands:
         words += ', <tspan fill="var(--b)">pass@1</tspan> with 95 % intervals'
         # The axis reaches from the evaluation before the first step to the one after the last.

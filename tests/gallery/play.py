@@ -16,7 +16,7 @@ from libra_cli.api import LoadedRun, load_run
 from libra_cli.node.model.build import provide
 from libra_cli.runtime.recipes.yaml_lines import read_yaml
 from tests.gallery.entries import ENTRIES, HELD_OUT, RECIPES, Entry
-from tests.gallery.facts import Examination, Facts, examination, facts_of
+from tests.gallery.facts import Curve, Examination, Facts, curve_of, examination, facts_of
 from tests.gallery.fault import Killer, timeline_of
 from tests.gallery.machine import machine
 from tests.gallery.watched import Say, run_watched
@@ -121,6 +121,17 @@ def _finished(stage: Stage) -> LoadedRun:
     return finished[-1]
 
 
+def play_again(entry: Entry, root: Path, say: Say, seed: int) -> Curve:
+    """Run an entry that was played once more with another seed; return what is drawn of it.
+
+    Raises:
+        EntryFailed: it failed.
+    """
+    stage = Stage(entry, root, say)
+    stage.libra("run", str(entry.recipe), "--seed", str(seed))
+    return curve_of(_finished(stage), entry.curve)
+
+
 def _export(stage: Stage, run: LoadedRun) -> None:
     """Copy the model to where another recipe looks for it, if one does."""
     if stage.entry.exports_to:
@@ -170,6 +181,8 @@ def _examined(stage: Stage, model: Path, recipe: Path, shown: Sequence[str]) -> 
     result = stage.place / f"{shown[0].lower()}.json"
     stage.libra("eval", str(model), str(recipe), "--output", str(result), shown=["eval", *shown])
     (part, *_) = json.loads(result.read_text(encoding="utf-8"))["evaluations"]
+    if "pass@1/low" not in part["metrics"]:
+        raise EntryFailed(f"no trajectory of {result} was scored\nnext: less {result}")
     return examination(
         part["metrics"], step=part["step"], tasks=part["tasks"], samples=part["samples"]
     )

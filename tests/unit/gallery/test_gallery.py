@@ -130,6 +130,16 @@ def test_a_picture_has_a_curve_and_is_readable_by_itself(facts: Facts) -> None:
     assert "prefers-color-scheme: dark" in (style.text or "")
 
 
+def test_curves_of_further_seeds_are_drawn_and_told(facts: Facts) -> None:
+    lower = facts.curve.model_copy(update={"values": [0.25] * 40 + [0.75]})
+    several = facts.model_copy(update={"further": {7: lower}})
+    assert Facts.model_validate_json(several.model_dump_json()) == several
+    assert "| with seed 7 | 0.25 → 0.35: " in page([several])
+    assert "with seed" not in page([facts])
+    assert "dashed: seeds 7" in picture(several)
+    assert picture(several).count("<path") == picture(facts).count("<path") + 1
+
+
 def test_an_evaluation_is_drawn_with_its_interval(facts: Facts) -> None:
     evaluated = facts.model_copy(update={"evaluations": [facts.exported, facts.exported]})
     assert picture(evaluated).count('fill="var(--b)"') > picture(facts).count('fill="var(--b)"')
