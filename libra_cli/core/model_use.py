@@ -16,7 +16,7 @@ once is priced as if it could not; what was measured then says so at the next lo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from libra_cli.core.types import Seconds
@@ -51,16 +51,20 @@ class ModelUses:
                 self._told.pop(use.model, None)
             self._now[use.model] = use
 
+    @property
+    def since_step(self) -> tuple[ModelUse, ...]:
+        """The use since the newest step, or since the run began."""
+        return tuple(self._since(use) for use in self._now.values())
+
+    def _since(self, use: ModelUse) -> ModelUse:
+        told = self._told.get(use.model, ModelUse(use.model, 0, 0.0, 0.0))
+        return replace(use, busy_s=use.busy_s - told.busy_s, asked_s=use.asked_s - told.asked_s)
+
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the step that is done: the use since the last call."""
         metrics: dict[str, float] = {}
-        for name, use in self._now.items():
-            told = self._told.get(name, ModelUse(name, 0, 0.0, 0.0))
-            counts = (use.servers, use.busy_s - told.busy_s, use.asked_s - told.asked_s)
-            metrics |= {
-                _METRIC.format(name, count): value
-                for count, value in zip(_COUNTS, counts, strict=True)
-            }
+        for use in self.since_step:
+            metrics |= {_METRIC.format(use.model, count): getattr(use, count) for count in _COUNTS}
         self._told = dict(self._now)
         return metrics
 
@@ -100,22 +104,49 @@ class ModelDemand:
         return self.asked_s * self.busy * (1 - self.servers / servers) if servers > 0 else 0.0
 
 
-def demands(steps: Sequence[tuple[Seconds, tuple[ModelUse, ...]]]) -> tuple[ModelDemand, ...]:
-    """Return the mean demand of steps: the seconds of each, and the use of models in it."""
-    found: dict[str, list[tuple[Seconds, ModelUse]]] = {}
-    for step_s, uses in steps:
-        for use in uses:
-            found.setdefault(use.model, []).append((step_s, use))
-    return tuple(_demand(name, seen) for name, seen in sorted(found.items()))
+@dataclass(frozen=True, slots=True)
+class CountedUse:
+    """The ``uses`` of frozen models in so many ``seconds``, in which ``finished`` trajectories
+    ended."""
+
+    seconds: Seconds
+    finished: int
+    uses: tuple[ModelUse, ...]
 
 
-def _demand(name: str, seen: Sequence[tuple[Seconds, ModelUse]]) -> ModelDemand:
-    busy_s = fmean(use.busy_s for _, use in seen)
-    served_s = fmean(step_s * use.servers for step_s, use in seen)
+def demands(
+    counted: Sequence[CountedUse], latest: Sequence[CountedUse], trajectories: float
+) -> tuple[ModelDemand, ...]:
+    """Return what a step of so many trajectories asks of each model.
+
+    How long a server works for a trajectory is told by all that was ``counted``, whoever served it
+    then; how long requests were open, and how busy servers were, by the ``latest``, of today's
+    servers.
+    """
+    names = sorted({use.model for one in latest for use in one.uses})
+    return tuple(_demand(name, counted, latest, trajectories) for name in names)
+
+
+def _demand(
+    name: str, counted: Sequence[CountedUse], latest: Sequence[CountedUse], trajectories: float
+) -> ModelDemand:
+    work = _trajectory_use(name, counted)
+    now = _trajectory_use(name, latest)
+    seen = [(one.seconds, use) for one in latest for use in one.uses if use.model == name]
+    served_s = sum(seconds * use.servers for seconds, use in seen)
+    busy_s = sum(use.busy_s for _, use in seen)
     return ModelDemand(
         name,
         fmean(use.servers for _, use in seen),
-        busy_s,
-        fmean(use.asked_s for _, use in seen),
+        work.busy_s * trajectories,
+        now.asked_s * trajectories,
         min(1.0, busy_s / served_s) if served_s else 0.0,
     )
+
+
+def _trajectory_use(name: str, counted: Sequence[CountedUse]) -> ModelUse:
+    """Return the use of a model by one trajectory, of those that ended; 0 servers."""
+    ended = max(1, sum(one.finished for one in counted))
+    uses = [use for one in counted for use in one.uses if use.model == name]
+    busy_s, asked_s = sum(use.busy_s for use in uses), sum(use.asked_s for use in uses)
+    return ModelUse(name, 0, busy_s / ended, asked_s / ended)

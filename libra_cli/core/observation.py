@@ -12,7 +12,6 @@ from statistics import fmean
 
 from libra_cli.core.evidence import CostEvidence, Recalibration
 from libra_cli.core.explanation import PastPrediction
-from libra_cli.core.model_use import ModelUse
 from libra_cli.core.token_worth import BoundEvidence
 from libra_cli.core.types import Plan, Role, Seconds, Slot, SlotId
 from libra_cli.core.workload import Workload
@@ -33,7 +32,7 @@ class MeasuredStep:
     many trajectories were in play, averaged over those seconds: trajectories come in bursts, and
     each is slowed down by those that it meets. ``held_s`` is the time that training waited with a
     full batch ready, for the staleness rule. ``played_tokens`` were generated meanwhile, for
-    whichever step; 0 where that is not known. ``models`` is what was asked of frozen models.
+    whichever step; 0 where that is not known.
     """
 
     step_s: Seconds
@@ -43,7 +42,6 @@ class MeasuredStep:
     concurrency: float
     held_s: Seconds = 0.0
     played_tokens: float = 0.0
-    models: tuple[ModelUse, ...] = ()
 
     @property
     def starved(self) -> bool:
@@ -88,7 +86,8 @@ class InPlay:
 
     def __init__(self) -> None:
         self._playing = 0
-        self._at: Seconds = 0.0
+        self.at: Seconds = 0.0
+        """When the number last changed."""
         self._in_play_s: Seconds = 0.0
         self._met_s: Seconds = 0.0
 
@@ -110,10 +109,10 @@ class InPlay:
         return in_play_s, met_s / in_play_s if in_play_s else 0.0
 
     def _pass_to(self, now: Seconds) -> None:
-        passed = max(0.0, now - self._at)
+        passed = max(0.0, now - self.at)
         self._in_play_s += self._playing * passed
         self._met_s += self._playing * self._playing * passed
-        self._at = max(self._at, now)
+        self.at = max(self.at, now)
 
 
 def mean_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:

@@ -47,16 +47,22 @@ def neighbours(
     slots: Sequence[Slot],
     pinned: Collection[SlotId],
 ) -> Iterator[dict[SlotId, str]]:
-    """Yield today's slots of frozen models, and those with one server more or fewer of each that
-    the recipe allows."""
+    """Yield today's slots of frozen models, and those with one server more or fewer of each, or
+    twice, four times as many and so on, as far as the recipe allows."""
     yield dict(plan.models)
     extra = Counter(dict(plan.models).values())
     for spec in models:
-        for number in (extra[spec.name] + 1, extra[spec.name] - 1):
-            if 0 <= number <= spec.most_slots - spec.slots:
-                found = with_servers(plan, slots, pinned, spec.name, number)
-                if found is not None:
-                    yield found
+        for number in _tried(extra[spec.name], spec.slots, spec.most_slots):
+            found = with_servers(plan, slots, pinned, spec.name, number)
+            if found is not None:
+                yield found
+
+
+def _tried(extra: int, own: int, most: int) -> list[int]:
+    """Numbers of servers beyond a model's own: one more or fewer than today's, and doublings."""
+    several = max(1, own + extra)
+    doubled = {(several << times) - own for times in range(1, most.bit_length() + 1)}
+    return sorted(n for n in {extra - 1, extra + 1, *doubled} if 0 <= n <= most - own)
 
 
 def counted(models: Sequence[FrozenModelSpec], served: Served) -> tuple[tuple[str, int], ...]:

@@ -31,7 +31,7 @@ from libra_cli.core.evidence import (
     TrainedStep,
 )
 from libra_cli.core.explanation import PastPrediction, past_prediction
-from libra_cli.core.model_use import ModelDemand, demands, uses_of
+from libra_cli.core.model_use import CountedUse, ModelDemand, ModelUse, demands, uses_of
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
 from libra_cli.core.planning.triggers import FILLING, steps_to_average
@@ -130,8 +130,7 @@ class RunObserver:
         #: Generated tokens of the turns that have ended since the newest step.
         self._played_tokens: Tokens = 0
         self._measured: deque[MeasuredStep] = self._steps_kept()
-        #: What a step asks of frozen models, by the steps measured last.
-        self._demands: tuple[ModelDemand, ...] = ()
+        self._asked = _AskedModels(recipe.trajectories_per_step)
         self._lengths: deque[float] = deque(maxlen=RECENT)
         self._extras = _Extras()
         self._history = WorkHistory()
@@ -140,6 +139,7 @@ class RunObserver:
         self._steps = 0
         self._plan = -1
         self._plan_at: Seconds = 0.0
+        self._began_at: Seconds = 0.0
         self._conversations = _Conversations(newest)
         self._turns: deque[PlayedTurn] = deque(maxlen=RECENT_TURNS)
         self._training = _Training()
@@ -207,7 +207,15 @@ class RunObserver:
         samples = completed(ended, self._conversations.alive) if self._first else tuple(ended)
         extras = self._extras.mean(since or RECENT)
         work = workload_of(self._recipe, samples, extras, self._rule)
-        return replace(work, models=self._demands)
+        return replace(work, models=self._asked.demands(since or RECENT, work.extras))
+
+    def first_demands(self, uses: tuple[ModelUse, ...]) -> tuple[ModelDemand, ...]:
+        """What a step asks of frozen models, by what they did since the run began, in which no step
+        has ended.
+
+        It is in no row, so who observes a run by its rows knows it from the first step on.
+        """
+        return self._asked.first(uses, self._in_play.at - self._began_at)
 
     @property
     def staleness(self) -> BoundEvidence | None:
@@ -322,6 +330,7 @@ class RunObserver:
         if sample is not None and row.state == "finished":
             self._samples.append(sample)
             self._training.finished(row)
+            self._asked.finished += 1
             if self._first is not None:
                 self._first.append(sample)
 
@@ -333,6 +342,7 @@ class RunObserver:
         self._lengths.append(row.mean_length)
         extras = self._extras.step(row)
         self._training.step(row, extras.trained)
+        self._asked.step(row, row.ended_at - began, is_planned=row.started_at >= self._plan_at)
         self._steps += 1
         self._ages(row)
         if self._steps > self._rule.bound:
@@ -353,10 +363,8 @@ class RunObserver:
                 concurrency=concurrency,
                 held_s=row.held_s - once_s,
                 played_tokens=played_tokens,
-                models=uses_of(row.batch),
             )
         )
-        self._demands = demands([(one.step_s, one.models) for one in self._measured])
 
     def _work_of(self, row: StepRecord, extras: BatchOverhead) -> Mapping[str, float]:
         """Return what a step's work was like, in numbers above zero."""
@@ -369,7 +377,9 @@ class RunObserver:
         }
 
     def _new_plan(self, row: PlanRecord) -> None:
+        self._asked.latest.clear()
         if row.cause == "start":  # also of a run that goes on: nothing is in play
+            self._asked.finished, self._began_at = 0, row.at
             self._steps, self._ended_at = 0, None
             self._in_play.begin(now=row.at)
             self._conversations = _Conversations(self._samples.maxlen or 0)
@@ -508,6 +518,45 @@ class _ToolTimes:
         squared_error = variance * (1 / len(self._now) + 1 / returns)
         change = log(now * returns / then_s)
         return exp(change * change**2 / (change**2 + squared_error)) if change else 1.0
+
+
+class _AskedModels:
+    """What the newest steps asked of frozen models, and trajectories that have ended since."""
+
+    def __init__(self, trajectories: int) -> None:
+        """Nothing is known yet; a step trains so many ``trajectories``."""
+        self._trajectories = trajectories
+        self._counted: deque[CountedUse] = deque(maxlen=RECENT)
+        self._demands: tuple[ModelDemand, ...] = ()
+        self.latest: deque[CountedUse] = deque(maxlen=RECENT)
+        """The steps under today's plan."""
+        self.finished = 0
+        """Trajectories that have ended since the newest step."""
+
+    def step(self, row: StepRecord, seconds: Seconds, *, is_planned: bool) -> None:
+        """Take in a step that took so long; ``is_planned``: all of it was under today's plan."""
+        finished, self.finished = self.finished, 0
+        uses = uses_of(row.batch)
+        if not uses:
+            return
+        self._counted.append(CountedUse(seconds, finished, uses))
+        if is_planned:
+            self.latest.append(self._counted[-1])
+
+    def demands(self, steps: int, extras: BatchOverhead) -> tuple[ModelDemand, ...]:
+        """Return what a step asks, by the newest steps; with none under
+        today's plan, what it was under the one before.
+        """
+        counted = list(self._counted)[-steps:]
+        if counted and self.latest:
+            played = self._trajectories * (1 + extras.filtered)
+            self._demands = demands(counted, list(self.latest)[-steps:], played)
+        return self._demands
+
+    def first(self, uses: tuple[ModelUse, ...], seconds: Seconds) -> tuple[ModelDemand, ...]:
+        """Return what a step asks, by what was counted in the seconds since the run began."""
+        counted = [CountedUse(seconds, self.finished, uses)]
+        return demands(counted, counted, self._trajectories) if uses and self.finished else ()
 
 
 class _Extras:

@@ -5,6 +5,7 @@ checkpoints are worth.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from libra_cli.core.actions import Action, Save
 from libra_cli.core.notices import Result
@@ -76,6 +77,9 @@ class RunWatch:
         if workload is None:
             return None
         parts, starved = self._parts, bool(measured) and measured[-1].starved
+        if not workload.models:
+            uses = parts.ledger.models.since_step
+            workload = replace(workload, models=self._observer.first_demands(uses))
         return Observation(
             step=parts.training.step,
             plan=parts.controller.plan,

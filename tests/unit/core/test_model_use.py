@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from libra_cli.core.model_use import ModelDemand, ModelUse, ModelUses, demands, uses_of
+from libra_cli.core.model_use import (
+    CountedUse,
+    ModelDemand,
+    ModelUse,
+    ModelUses,
+    demands,
+    uses_of,
+)
 from libra_cli.core.workload import TrajectorySample, Workload
 
 
@@ -36,14 +43,21 @@ def test_other_metrics_are_no_use_of_a_model() -> None:
     assert uses_of({"reward_std": 1.0, "places_full_s": 2.0}) == ()
 
 
-def test_a_demand_is_the_mean_of_steps_and_says_how_busy_servers_were() -> None:
-    steps = [
-        (10.0, (ModelUse("judge", 1, 10.0, 50.0),)),
-        (20.0, (ModelUse("judge", 1, 14.0, 70.0),)),
-    ]
-    assert demands(steps) == (ModelDemand("judge", 1.0, 12.0, 60.0, busy=0.8),)
-    assert demands([]) == ()
-    assert demands([(5.0, ())]) == ()
+def test_a_demand_is_what_a_trajectory_asks_and_how_busy_todays_servers_were() -> None:
+    before = CountedUse(10.0, 2, (ModelUse("judge", 1, 10.0, 50.0),))
+    now = CountedUse(20.0, 4, (ModelUse("judge", 2, 20.0, 24.0),))
+    (demand,) = demands([before, now], [now], trajectories=12)
+    assert demand == ModelDemand("judge", 2.0, busy_s=60.0, asked_s=72.0, busy=0.5)
+    assert demands([], [], 12) == ()
+    assert demands([CountedUse(5.0, 3, ())], [CountedUse(5.0, 3, ())], 12) == ()
+
+
+def test_what_was_counted_before_the_first_step_is_told_at_any_time() -> None:
+    book = ModelUses()
+    book.saw([ModelUse("judge", 1, 10.0, 40.0)])
+    assert book.since_step == (ModelUse("judge", 1, 10.0, 40.0),)
+    book.take_metrics()
+    assert book.since_step == (ModelUse("judge", 1, 0.0, 0.0),)
 
 
 def test_more_servers_share_what_is_asked() -> None:

@@ -11,6 +11,7 @@ import pytest
 from libra_cli.app.costs import recipe_planner
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.explanation import Constraint
+from libra_cli.core.frozen.placement import neighbours
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.model_use import ModelDemand
 from libra_cli.core.observation import Observation
@@ -56,22 +57,35 @@ def judges(plan: Plan) -> int:
 SATURATED = ModelDemand("judge", 1.0, 400.0, 4000.0, busy=1.0)
 
 
-def test_a_model_without_time_left_gets_a_slot_that_served_the_policy() -> None:
+def test_a_model_without_time_left_gets_slots_that_served_the_policy() -> None:
     decision, today = decided(SATURATED)
     assert decision.plan is not None
-    assert judges(decision.plan) == 1
-    (given,) = dict(decision.plan.models)
-    assert given in dict(today.servers)
-    assert given not in dict(decision.plan.servers)
-    assert decision.after.step_s < 0.6 * decision.before.step_s
-    assert "2 x judge" in decision.layout
+    assert judges(decision.plan) == 3  # 4 in all, the most
+    given = {slot for slot, _ in decision.plan.models}
+    assert given <= dict(today.servers).keys()
+    assert not given & dict(decision.plan.servers).keys()
+    assert decision.after.step_s < 0.3 * decision.before.step_s
+    assert "4 x judge" in decision.layout
     told = decision.explanation
     assert told is not None
     assert told.binds_today.constraint is Constraint.MODELS
     assert "model judge" in str(told.binds_today)
-    (move,) = [move for move in decision.moves if move.slot == given]
-    assert (move.after, move.seconds > 0) == ("model judge", True)
+    moved = {move.slot: move for move in decision.moves}
+    assert {moved[slot].after for slot in given} == {"model judge"}
+    assert all(moved[slot].seconds > 0 for slot in given)
     assert decision.cost_s > 0
+
+
+def test_a_look_compares_one_more_or_fewer_and_doublings() -> None:
+    start = initial_plan(recipe())
+    slots = slots_of(recipe())
+    (spec,) = recipe().models
+    wide = spec.model_copy(update={"max_slots": 12})
+    found = [len(one) for one in neighbours([wide], start, slots, ())]
+    assert found == [0, 1, 3, 7]  # beside the judge's own
+    served = tuple((slot, "judge") for slot, _ in start.servers[:2])
+    found = [len(one) for one in neighbours([wide], replace(start, models=served), slots, ())]
+    assert found == [2, 1, 3, 5]  # 11 are more than serve the policy
 
 
 def test_one_that_is_idle_gives_its_slot_back() -> None:
