@@ -8,6 +8,8 @@ there. No I/O.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +65,14 @@ class FrozenModelSpec(Section):
     """GiB of KV cache of a server without GPUs."""
     vllm_args: tuple[str, ...] = ()
     """Further arguments of ``vllm serve``, for example of its parser of tool calls."""
+
+    @property
+    def seats(self) -> float:
+        """Requests that a server answers at once, where ``--max-num-seqs`` says so; infinity
+        where it does not."""
+        words = [word for argument in self.vllm_args for word in argument.split("=", 1)]
+        told = dict(itertools.pairwise(words)).get("--max-num-seqs", "")
+        return int(told) if told.isdecimal() else math.inf
 
     @property
     def most_slots(self) -> int:

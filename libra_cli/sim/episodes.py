@@ -106,12 +106,15 @@ class SimEpisodes:
             play.episode.reward if done else None,
         )
         after_s = turn.tool_s + self._turn_s
-        self._time.later(event, after_s + (self._models.wait_s(after_s) if done else 0.0))
+        if done:
+            self._models.ask(event, after_s)
+        else:
+            self._time.later(event, after_s)
 
     def _finish(self, action: a.FinishEpisode) -> None:
         reward = self.plays[action.trajectory].episode.reward
         event = e.EpisodeAdvanced(action.trajectory, ids(0), (), True, reward)
-        self._time.later(event, self._models.wait_s(0.0))
+        self._models.ask(event, 0.0)
 
 
 def returns_of(turn: Turn) -> tuple[ToolReturn, ...]:

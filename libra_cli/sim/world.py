@@ -156,6 +156,8 @@ class World:
             if isinstance(what, tuple):
                 for event in self.servers.milestone(*what):
                     self._give(event)
+            elif callable(what):
+                what()
             else:
                 self._give(what)
             self.servers.wake()

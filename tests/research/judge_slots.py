@@ -70,7 +70,6 @@ def recipe(steps: int, bound: int, groups: int = 16) -> Recipe:
                 "max_staleness": bound,
                 "micro_batch_tokens": LONGEST,
             },
-            "planner": {"plan_interval": 1},
         }
     )
 

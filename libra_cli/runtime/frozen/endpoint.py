@@ -2,10 +2,11 @@
 
     /NAME/v1/...    goes to the server of that model which answers the fewest requests now
 
-A request waits while no server of its model serves. One whose server goes before it has answered is
-asked again of another: nothing of it was told to whoever asks. So is one that a server fails on
-which is not well itself: vLLM answers 500 while its engine is dying. Answers are vLLM's own, byte
-for byte, those in parts too.
+A request waits while no server of its model serves, and while its server answers as many as
+``--max-num-seqs`` says: another that comes, or has less to do, then takes it over. One whose server
+goes before it has answered is asked again of another: nothing of it was told to whoever asks. So is
+one that a server fails on which is not well itself: vLLM answers 500 while its engine is dying.
+Answers are vLLM's own, byte for byte, those in parts too.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ class ModelsEndpoint:
         failed: set[FrozenServer] = set()
         while True:
             server = await self._serving(name, failed)
-            if (response := await self._tried(http, server, body)) is not None:
+            with server.answering():
+                if not await self._has_seat(server):
+                    continue
+                response = await self._tried(http, server, body)
+            if response is not None:
                 return response
             failed.add(server)
 
@@ -82,6 +87,16 @@ class ModelsEndpoint:
                 return min(ready, key=lambda one: (one in failed, one.running))
             await self._changed.wait()
 
+    async def _has_seat(self, server: FrozenServer) -> bool:
+        """Wait for a seat on a server; return False once another would be the better choice."""
+        while server.is_full:
+            await self._changed.wait()
+            others = (one for one in self._servers if one.model == server.model)
+            fewest = min((one.running for one in others if one.takes_requests), default=0)
+            if not server.takes_requests or fewest + 1 < server.running:
+                return False
+        return True
+
     async def _tried(
         self, http: web.Request, server: FrozenServer, body: bytes
     ) -> web.StreamResponse | None:
@@ -91,7 +106,7 @@ class ModelsEndpoint:
         url = f"http://server/{http.match_info['path']}"
         headers = {"Content-Type": http.headers.get("Content-Type", "application/json")}
         try:
-            with server.answering():
+            with server.seated():
                 async with session.request(
                     http.method,
                     url,
@@ -105,8 +120,16 @@ class ModelsEndpoint:
         except (aiohttp.ClientError, OSError):
             if http.transport is None or http.transport.is_closing():
                 raise
+        finally:
+            wake(self._changed)
         await asyncio.sleep(0.1)  # it is told of a server's end a moment later
         return None
+
+
+def wake(changed: asyncio.Event) -> None:
+    """Let all that wait for a change look again, in the order in which they came."""
+    changed.set()
+    changed.clear()
 
 
 def is_below_v1(path: str) -> bool:

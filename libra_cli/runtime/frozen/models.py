@@ -16,7 +16,7 @@ from libra_cli.core.frozen.slots import FrozenSlot
 from libra_cli.core.launch.process import ProcessSpec
 from libra_cli.core.model_use import ModelUse
 from libra_cli.core.records import FrozenModelRecord, Record
-from libra_cli.runtime.frozen.endpoint import ModelsEndpoint
+from libra_cli.runtime.frozen.endpoint import ModelsEndpoint, wake
 from libra_cli.runtime.frozen.files import ServedFiles
 from libra_cli.runtime.frozen.server import FrozenServer
 from libra_cli.runtime.hosts.agent_messages import HostEvent
@@ -133,5 +133,4 @@ class FrozenModels:
 
     def wake(self) -> None:
         """Let requests that wait look for a server again."""
-        self._changed.set()
-        self._changed.clear()
+        wake(self._changed)

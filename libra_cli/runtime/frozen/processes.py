@@ -113,6 +113,7 @@ class ModelProcesses:
     async def _answered(self, running: _Running) -> None:
         """Wait until a server has answered what it was asked, or has had long enough."""
         running.server.leaving = True
+        self._models.wake()  # what waits for a seat there goes to another
         until = self._cluster.clock() + ANSWERS_S
         while running.server.running and not running.life.done():
             if self._cluster.clock() > until:

@@ -56,7 +56,9 @@ class FrozenServer:
         the digest of what it loads, or raises LibraError if that is not what others load."""
         self.model = frozen.model.name
         self.running = 0
-        """Requests that it answers now."""
+        """Requests that it answers now, or that wait here for a seat on it."""
+        self._seats = frozen.model.seats
+        self._seated = 0
         self.leaving = False
         """Whether it takes no further request, since its slot is to do something else."""
         self.session: aiohttp.ClientSession | None = None
@@ -118,9 +120,23 @@ class FrozenServer:
         busy_s, _ = self._seconds.told()
         return busy_s, self._seconds.request_s
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it answers as many requests as it can at once."""
+        return self._seated >= self._seats
+
+    @contextmanager
+    def seated(self) -> Iterator[None]:
+        """Take a seat, while there is one, for a request that is handed to it."""
+        self._seated += 1
+        try:
+            yield
+        finally:
+            self._seated -= 1
+
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Count a request while it is answered."""
+        """Count a request while it is answered, or waits for a seat."""
         self.running += 1
         self._seconds.count(self.running)
         try:
@@ -254,7 +270,7 @@ class FrozenServer:
             version=None,
             verified=False,
             running=self.running,
-            waiting=self._waiting if serves else 0,
+            waiting=self._waiting + self.running - self._seated if serves else 0,
             busy_s=busy_s,
             serving_s=serving_s,
             restarts=max(0, self._lives - 1),

@@ -121,6 +121,7 @@ def in_the_simulator(planner: Planner, action: a.Propose) -> e.Event:
     SimPlanner(time, partial(answer, planner), {}).perform(action)
     event = time.next()
     assert not isinstance(event, tuple)
+    assert not callable(event)
     return event
 
 

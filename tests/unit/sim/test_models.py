@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from libra_cli.config.frozen_models import FrozenModelSpec
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.model_use import ModelUse
 from libra_cli.sim.models import SimModels
 from libra_cli.sim.virtual_time import VirtualTime
 from tests.research.judge_slots import decided_run, recipe, static_plan, static_run, step_s
@@ -17,27 +20,52 @@ def models(asks: float) -> tuple[VirtualTime, SimModels]:
     return time, SimModels(time, [JUDGE], {"judge": asks}, start_s=5.0)
 
 
-def test_one_server_answers_one_after_the_other_and_two_share() -> None:
+def until(time: VirtualTime, end: float) -> list[tuple[float, str]]:
+    """Let everything happen until then; returns the timers that fired, and when."""
+    fired: list[tuple[float, str]] = []
+    time.at(end, e.RunStarted())
+    while True:
+        what = time.next()
+        if isinstance(what, e.RunStarted):
+            return fired
+        if isinstance(what, e.TimerFired):
+            fired.append((time.now, what.name))
+        elif callable(what):
+            what()
+
+
+def test_one_server_answers_one_after_the_other_and_another_shares_what_waits() -> None:
     time, made = models(2.0)
-    assert [made.wait_s(0.0) for _ in range(3)] == [2.0, 4.0, 6.0]
-    made.perform(a.StartModel("a/0", 0, "judge"))
-    assert made.wait_s(0.0) == 7.0  # it serves from 5 on
-    assert isinstance(time.next(), e.ModelsUsed)
-    time.now = 4.0
+    for name in "abcdefg":
+        made.ask(e.TimerFired(name), 0.0)
+    assert until(time, 4.5) == [(2.0, "a"), (4.0, "b")]
+    assert made.uses == (ModelUse("judge", 1, 4.5, 7 * 2.0 + 6 * 2.0 + 5 * 0.5),)
+    made.perform(a.StartModel("a/0", 0, "judge"))  # it serves from 9.5 on
+    assert until(time, 11.8) == [(6.0, "c"), (8.0, "d"), (10.0, "e"), (11.5, "f")]
     (use,) = made.uses
-    assert (use.servers, use.busy_s, use.asked_s) == (1, 4.0, 2.0 + 4.0 + 4.0 + 4.0)
-    time.now = 20.0
-    (use,) = made.uses
-    assert (use.servers, use.busy_s, use.asked_s) == (2, 8.0, 2.0 + 4.0 + 6.0 + 7.0)
+    assert use.servers == 2
+    assert use.busy_s == pytest.approx(11.8 + 2.0)
     made.perform(a.StopModel("a/0", 1))
     assert made.uses[0].servers == 1
+    assert until(time, 20.0) == [(12.0, "g")]
+
+
+def test_one_that_is_stopped_before_it_serves_answers_nothing() -> None:
+    time, made = models(2.0)
+    made.perform(a.StartModel("a/0", 0, "judge"))
+    until(time, 1.0)
+    made.perform(a.StopModel("a/0", 1))
+    for name in "ab":
+        made.ask(e.TimerFired(name), 9.0)
+    assert until(time, 20.0) == [(12.0, "a"), (14.0, "b")]
 
 
 def test_what_is_asked_later_is_not_counted_before() -> None:
     time, made = models(2.0)
-    made.wait_s(10.0)
+    made.ask(e.TimerFired("a"), 10.0)
+    until(time, 9.0)
     assert made.uses[0].busy_s == 0.0
-    time.now = 11.0
+    until(time, 11.0)
     assert (made.uses[0].busy_s, made.uses[0].asked_s) == (1.0, 1.0)
 
 

@@ -49,6 +49,15 @@ RECIPE = Recipe.model_validate(
 )
 
 
+ONE_SEAT = Recipe.model_validate(
+    {
+        **RECIPE.model_dump(mode="json", exclude_unset=True),
+        "nodes": [{"host": "a", "slots": 4, "pool": ["rollout", "auto", "models", "train"]}],
+        "models": [{"name": "judge", "path": "/judge", "vllm_args": ["--max-num-seqs", "1"]}],
+    }
+)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what nothing tells of; the scene has a deadline."""
     while True:
@@ -204,6 +213,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         hosts: Hosts | None = None,
         *,
         adopts: bool = False,
+        recipe: Recipe = RECIPE,
         recorded: Sequence[FrozenModelRecord] = (),
     ) -> tuple[Any, list[SlotRecord]]:
         rows: list[SlotRecord] = []
@@ -214,7 +224,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
         async def main() -> Any:
             there: Any = hosts or Hosts(tmp_path)
-            slots = frozen_slots(RECIPE.models, RECIPE.nodes)
+            slots = frozen_slots(recipe.models, recipe.nodes)
             models = there.models = FrozenModels(slots, there, save)
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(there.close)
@@ -483,10 +493,10 @@ FREE = Slot("a/0", "a", (), Pool.HYBRID)
 START = a.StartModel("a/0", 0, "judge")
 
 
-def processes(hosts: Any, posted: list[e.Event]) -> ModelProcesses:
+def processes(hosts: Any, posted: list[e.Event], recipe: Recipe = RECIPE) -> ModelProcesses:
     """Who starts and stops servers on slots of the planner."""
     return ModelProcesses(
-        RECIPE.models, RECIPE.nodes, hosts, hosts.models, {"a/0": FREE}, post=posted.append
+        recipe.models, recipe.nodes, hosts, hosts.models, {"a/0": FREE}, post=posted.append
     )
 
 
@@ -516,6 +526,34 @@ def test_a_server_on_a_slot_of_the_planner_shares_the_requests_until_it_goes(pla
         assert "model-0" in run.hosts.running
 
     play(scene)
+
+
+def test_what_waits_for_a_seat_is_taken_over_by_a_server_that_comes(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        owner = processes(run.hosts, [], ONE_SEAT)
+        run.hosts.held = asyncio.Event()
+        asked = [asyncio.create_task(run.ask(n=number)) for number in range(6)]
+        while (await run.until("a/2", "serving")).running < 6:
+            pass
+        assert run.hosts.asked == ["model-2"]
+        assert (await run.until("a/2", "serving")).waiting == 5 + 3  # and those that vLLM tells
+        assert await owner.perform(START) == e.ModelStarted("a/0", 0)
+        await until(lambda: len(run.hosts.asked) == 2)
+        assert run.hosts.asked == ["model-2", "model-0"]
+        row = await run.until("a/2", "serving")
+        while row.running == 6:
+            row = await run.until("a/2", "serving")
+        assert row.running == 3
+        leaving = asyncio.create_task(owner.perform(a.StopModel("a/0", 1)))
+        while (await run.until("a/2", "serving")).running < 5:
+            pass
+        run.hosts.held.set()
+        assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 6
+        assert await leaving == e.ModelStopped("a/0", 1)
+        assert run.hosts.asked == ["model-2", "model-0", *["model-2"] * 4]
+        await owner.close()
+
+    play(scene, recipe=ONE_SEAT)
 
 
 @pytest.mark.parametrize("path", ["metrics", "v1/../metrics", "v1/./models", "v1x/models"])
