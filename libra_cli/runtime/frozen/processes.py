@@ -14,10 +14,11 @@ from libra_cli.core.events import Event, ModelFailed, ModelStarted, ModelStopped
 from libra_cli.core.frozen.slots import FrozenSlot
 from libra_cli.core.launch.process import model_of
 from libra_cli.core.records import Record
-from libra_cli.core.types import Slot, SlotId
+from libra_cli.core.types import LostGpu, Slot, SlotId
 from libra_cli.runtime.frozen.models import FrozenModels
 from libra_cli.runtime.frozen.server import FrozenServer
 from libra_cli.runtime.hosts.cluster import Cluster
+from libra_cli.runtime.hosts.lost_gpus import lost_gpus
 from libra_cli.runtime.supervision.background import Background
 
 ANSWERS_S = 60.0
@@ -101,14 +102,17 @@ class ModelProcesses:
 
     async def _stop(self, action: StopModel) -> ModelStopped:
         slot = self._slots[action.slot]
+        lost: tuple[LostGpu, ...] = ()
         if (running := self._running.pop(slot.id, None)) is not None:
-            if not action.at_once:
+            if running.life.done():  # it had failed
+                lost = await lost_gpus(self._cluster, [running.server.process])
+            elif not action.at_once:
                 await self._answered(running)
             running.life.cancel()
             await asyncio.wait({running.life})
             self._models.remove(running.server)
         await self._cluster.stop(slot.node, model_of(slot.id))
-        return ModelStopped(action.slot, action.incarnation)
+        return ModelStopped(action.slot, action.incarnation, lost)
 
     async def _answered(self, running: _Running) -> None:
         """Wait until a server has answered what it was asked, or has had long enough."""

@@ -83,18 +83,23 @@ class FrozenServer:
         """Whether a request may be handed to it now."""
         return self.session is not None and not self.leaving
 
+    @property
+    def process(self) -> ProcessSpec:
+        """What is started on its host."""
+        return self._process()
+
     async def live(self, changed: Callable[[], None]) -> None:
         """Start it, and again whenever it has ended; ``changed`` hears when it serves or not."""
         node = self._slot.node
         while True:
             await self._cluster.until_reached(node)
-            hint = f"libra logs {node} {self._process().process}"
+            hint = f"libra logs {node} {self.process.process}"
             try:
                 reason = await self.one_life(changed)
             except LibraError as error:
                 reason, hint = f"did not serve: {error}", error.hint or hint
             self._tell_if_first(reason, hint)
-            await self._cluster.stop(node, self._process().process)  # what it has left
+            await self._cluster.stop(node, self.process.process)  # what it has left
             pause_s = self._budget.wait_s()
             pause_s = LATER_S if pause_s is None else pause_s
             self._become(ReplicaState.FAILED, f"{reason}; started again in {pause_s:.0f} s")
@@ -107,7 +112,7 @@ class FrozenServer:
         if isinstance(event, Exited):
             gone = event.node, event.process
             # One that was asked for is of the life before, and may be told of late.
-            if not event.requested and gone == (self._slot.node, self._process().process):
+            if not event.requested and gone == (self._slot.node, self.process.process):
                 self._ended.set_result(how_it_ended(event))
         elif isinstance(event, LeaseExpired) and event.node == self._slot.node:
             self._budget.refill()  # the host's fault
@@ -162,7 +167,7 @@ class FrozenServer:
         self._ended = asyncio.get_running_loop().create_future()
         self._lives += 1
         self._become(ReplicaState.STARTING)
-        process = self._process()
+        process = self.process
         await self._cluster.start(process)
         endpoint = await self._cluster.dial(process)
         connector = aiohttp.UnixConnector(path=endpoint.path, limit=0)

@@ -30,7 +30,8 @@ from libra_cli.core.cluster.restarts import RestartBudget
 from libra_cli.core.frozen.slots import frozen_slots
 from libra_cli.core.launch.process import HostFacts, ProcessSpec
 from libra_cli.core.records import FrozenModelRecord, Record, SlotRecord
-from libra_cli.core.types import Pool, Slot
+from libra_cli.core.types import LostGpu, Pool, Slot
+from libra_cli.runtime.frozen import processes as processes_module
 from libra_cli.runtime.frozen import server as module
 from libra_cli.runtime.frozen.models import FrozenModels
 from libra_cli.runtime.frozen.processes import ModelProcesses
@@ -74,6 +75,8 @@ class Hosts:
         self.facts = {"a": HostFacts("a", "python", "/w", "/r", "/v", "a", tmp_dir=str(directory))}
         self.hosts = {"a": SimpleNamespace(expand=lambda path: path)}
         self.lost: set[str] = set()
+        self.reached = {"a"}
+        self.gpus: dict[str, tuple[Any, ...]] = {}
         self.models: FrozenModels
         self.events = HostEventBus()
         self.files = {"model.safetensors": [7, "00"]}
@@ -623,6 +626,30 @@ def test_of_one_that_does_not_start_or_dies_the_machine_hears_and_starts_no_othe
         assert (status, told["by"] in ("model-2", "model-3")) == (200, True)
         assert run.hosts.started.count("model-0") == 1
         await owner.close()
+
+    play(scene)
+
+
+def test_one_that_died_tells_which_gpus_its_host_has_lost(
+    play: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = LostGpu("a", 0, "GPU-7")
+
+    async def lost(cluster: object, failed: Sequence[ProcessSpec]) -> tuple[LostGpu, ...]:
+        assert [one.process for one in failed] == ["model-0"]
+        return (gone,)
+
+    monkeypatch.setattr(processes_module, "lost_gpus", lost)
+
+    async def scene(run: Scene) -> None:
+        posted: list[e.Event] = []
+        owner = processes(run.hosts, posted)
+        await owner.perform(START)
+        await run.hosts.kill("model-0")
+        await until(lambda: bool(posted))
+        assert await owner.perform(a.StopModel("a/0", 1)) == e.ModelStopped("a/0", 1, (gone,))
+        await owner.perform(a.StartModel("a/0", 1, "judge"))
+        assert await owner.perform(a.StopModel("a/0", 2)) == e.ModelStopped("a/0", 2)
 
     play(scene)
 
