@@ -15,6 +15,7 @@ once is priced as if it could not; what was measured then says so at the next lo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -28,12 +29,14 @@ _COUNTS = ("servers", "busy_s", "asked_s")
 @dataclass(frozen=True, slots=True)
 class ModelUse:
     """The use of a frozen model: ``servers`` that serve, their seconds with a request, and the
-    seconds that requests were open; since the run began, or of a step."""
+    seconds that requests were open; since the run began, or of a step. ``open`` requests have no
+    answer now."""
 
     model: str
     servers: float
     busy_s: Seconds
     asked_s: Seconds
+    open: int = 0
 
 
 class ModelUses:
@@ -72,10 +75,14 @@ class ModelUses:
 def uses_of(metrics: Mapping[str, float | None]) -> tuple[ModelUse, ...]:
     """Return the use of each model in a step, by the metrics of that step."""
     names = {name.split("/")[1] for name in metrics if name.startswith("models/")}
-    return tuple(
-        ModelUse(name, *(metrics.get(_METRIC.format(name, count)) or 0.0 for count in _COUNTS))
-        for name in sorted(names)
-    )
+
+    def of(name: str) -> ModelUse:
+        servers, busy_s, asked_s = (
+            metrics.get(_METRIC.format(name, count)) or 0.0 for count in _COUNTS
+        )
+        return ModelUse(name, servers, busy_s, asked_s)
+
+    return tuple(map(of, sorted(names)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,23 +113,26 @@ class ModelDemand:
 
 @dataclass(frozen=True, slots=True)
 class CountedUse:
-    """The ``uses`` of frozen models in so many ``seconds``, in which ``finished`` trajectories
-    ended."""
+    """The ``uses`` of frozen models in so many ``seconds``, by ``trajectories`` that ended then."""
 
     seconds: Seconds
-    finished: int
+    trajectories: float
     uses: tuple[ModelUse, ...]
 
 
 def demands(
     counted: Sequence[CountedUse], latest: Sequence[CountedUse], trajectories: float
 ) -> tuple[ModelDemand, ...]:
-    """Return what a step of so many trajectories asks of each model.
+    """Return what a step of so many trajectories asks of each model; nothing where none has ended.
 
     How long a server works for a trajectory is told by all that was ``counted``, whoever served it
     then; how long requests were open, and how busy servers were, by the ``latest``, of today's
     servers.
     """
+    if not any(one.trajectories for one in latest):
+        latest = counted
+    if not any(one.trajectories for one in latest):
+        return ()
     names = sorted({use.model for one in latest for use in one.uses})
     return tuple(_demand(name, counted, latest, trajectories) for name in names)
 
@@ -130,23 +140,90 @@ def demands(
 def _demand(
     name: str, counted: Sequence[CountedUse], latest: Sequence[CountedUse], trajectories: float
 ) -> ModelDemand:
-    work = _trajectory_use(name, counted)
-    now = _trajectory_use(name, latest)
     seen = [(one.seconds, use) for one in latest for use in one.uses if use.model == name]
     served_s = sum(seconds * use.servers for seconds, use in seen)
     busy_s = sum(use.busy_s for _, use in seen)
     return ModelDemand(
         name,
         fmean(use.servers for _, use in seen),
-        work.busy_s * trajectories,
-        now.asked_s * trajectories,
+        _of_a_trajectory(name, counted).busy_s * trajectories,
+        _of_a_trajectory(name, latest).asked_s * trajectories,
         min(1.0, busy_s / served_s) if served_s else 0.0,
     )
 
 
-def _trajectory_use(name: str, counted: Sequence[CountedUse]) -> ModelUse:
+def _of_a_trajectory(name: str, counted: Sequence[CountedUse]) -> ModelUse:
     """Return the use of a model by one trajectory, of those that ended; 0 servers."""
-    ended = max(1, sum(one.finished for one in counted))
+    ended = sum(one.trajectories for one in counted)
     uses = [use for one in counted for use in one.uses if use.model == name]
     busy_s, asked_s = sum(use.busy_s for use in uses), sum(use.asked_s for use in uses)
     return ModelUse(name, 0, busy_s / ended, asked_s / ended)
+
+
+class AskedModels:
+    """What the newest steps asked of frozen models, by the trajectories that ended in them.
+
+    All that ask are counted, those of evaluations too: a server does not tell them apart.
+    """
+
+    def __init__(self, steps: int) -> None:
+        """Nothing is known yet; so many ``steps`` are kept."""
+        self._counted: deque[CountedUse] = deque(maxlen=steps)
+        #: The steps under today's plan, and under the newest one before that had any.
+        self._latest: deque[CountedUse] = deque(maxlen=steps)
+        self._before: tuple[CountedUse, ...] = ()
+        self._ended = 0
+
+    def begin(self) -> None:
+        """Take note that the run begins, or goes on: nothing is in play."""
+        self._ended = 0
+
+    def ended(self) -> None:
+        """Count a trajectory that has ended."""
+        self._ended += 1
+
+    def new_plan(self) -> None:
+        """Take note that what follows is under another plan."""
+        self._before = tuple(self._latest) or self._before
+        self._latest.clear()
+
+    def step(self, seconds: Seconds, uses: tuple[ModelUse, ...], *, is_planned: bool) -> None:
+        """Take in a step that took so long; ``is_planned``: it trained under today's plan."""
+        ended, self._ended = self._ended, 0
+        if not uses:
+            return
+        self._counted.append(CountedUse(seconds, ended, uses))
+        if is_planned:
+            self._latest.append(self._counted[-1])
+
+    def demands(self, steps: int, trajectories: float) -> tuple[ModelDemand, ...]:
+        """Return what a step of so many trajectories asks, by the newest ``steps``."""
+        counted = list(self._counted)[-steps:]
+        latest = list(self._latest)[-steps:] or self._before or counted
+        return demands(counted, latest, trajectories)
+
+    def first_demands(
+        self,
+        uses: Iterable[ModelUse],
+        seconds: Seconds,
+        under_way: Sequence[float],
+        trajectories: float,
+    ) -> tuple[ModelDemand, ...]:
+        """Return what a step asks, by the ``uses`` in the ``seconds`` before the first one's end.
+
+        ``under_way`` are the shares, 0 to 1, of trajectories that have been played so far: they
+        have asked too, but for those whose request is open.
+        """
+        return tuple(
+            demand for use in uses for demand in self._first(use, seconds, under_way, trajectories)
+        )
+
+    def _first(
+        self, use: ModelUse, seconds: Seconds, under_way: Sequence[float], trajectories: float
+    ) -> tuple[ModelDemand, ...]:
+        answered = max(0.0, 1 - use.open / len(under_way)) if under_way else 0.0
+        counted = [CountedUse(seconds, self._ended + answered * sum(under_way), (use,))]
+        found = demands(counted, counted, trajectories)
+        # Servers have come since, and those that were there began before anybody asked.
+        is_busy = use.open >= max(1.0, use.servers)
+        return tuple(replace(one, busy=1.0) for one in found) if is_busy else found

@@ -233,7 +233,7 @@ class Workload:
         )
         if not saved_s:
             return self
-        each_s = saved_s / self.trajectories
+        each_s = saved_s / self.finished
         samples = tuple(
             replace(sample, tool_s=max(0.0, sample.tool_s - each_s)) for sample in self.samples
         )
@@ -251,6 +251,11 @@ class Workload:
     def played(self) -> float:
         """Trajectories that rollout plays for a step, in whole ones."""
         return self.trajectories * self.extras.played
+
+    @property
+    def finished(self) -> float:
+        """Trajectories that end for a step, with those that are filtered."""
+        return self.trajectories * (1 + self.extras.filtered)
 
     @property
     def tokens(self) -> float:

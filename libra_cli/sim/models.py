@@ -43,16 +43,16 @@ class _Counted:
     """A number, integrated over time."""
 
     def __init__(self) -> None:
-        self._number, self._at, self._sum = 0, 0.0, 0.0
+        self.number, self._at, self._sum = 0, 0.0, 0.0
 
     def change(self, by: int, now: Seconds) -> None:
         """Count ``by`` more from ``now`` on."""
         self._sum, self._at = self.until(now), now
-        self._number += by
+        self.number += by
 
     def until(self, now: Seconds) -> float:
         """The sum over all seconds until ``now``."""
-        return self._sum + self._number * (now - self._at)
+        return self._sum + self.number * (now - self._at)
 
 
 @dataclass(slots=True)
@@ -148,6 +148,12 @@ class SimModels:
         now = self._time.now
         serving = [one.model for one in self._servers.values() if one.serves]
         return tuple(
-            ModelUse(name, serving.count(name), line.busy.until(now), line.opened.until(now))
+            ModelUse(
+                name,
+                serving.count(name),
+                line.busy.until(now),
+                line.opened.until(now),
+                line.opened.number,
+            )
             for name, line in self._lines.items()
         )

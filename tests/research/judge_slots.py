@@ -83,10 +83,10 @@ def static_plan(made: Recipe, training: int, judges: int) -> Plan:
     return replace(plan_with(made, left, train, "static"), models=tuple(served.items()))
 
 
-def static_run(
+def world(
     made: Recipe, plan: Plan, asks: Seconds, seed: int, planner: DecisionMaker | None = None
-) -> Recording:
-    """Simulate a run that begins with a plan, and keeps it without a ``planner``."""
+) -> World:
+    """A simulated run that begins with a plan, and keeps it without a ``planner``."""
     profile = load_profile(PROFILE)
     scene = priced_scene(profile, guess_of=lambda bucket: server_law(profile, bucket))(
         recipe=made, plan=plan, slots=slots_of(made), asks={"judge": asks}
@@ -97,14 +97,19 @@ def static_run(
     )
     policy = find(POLICIES, made.scheduler.policy)()
     cut = (tuple(one.cut(LONGEST) for one in group) for group in groups)
-    return World(scene, policy, cut, planner=planner).run()
+    return World(scene, policy, cut, planner=planner)
+
+
+def static_run(made: Recipe, plan: Plan, asks: Seconds, seed: int) -> Recording:
+    """Simulate a run that keeps its plan."""
+    return world(made, plan, asks, seed).run()
 
 
 def decided_run(made: Recipe, asks: Seconds, seed: int) -> Recording:
     """Simulate a run of libra's planner, which begins as the recipe says."""
     profile = load_profile(PROFILE)
     planner = recipe_planner(made, lambda plan, evidence: profile, elastic=True)
-    return static_run(made, initial_plan(made), asks, seed, planner)
+    return world(made, initial_plan(made), asks, seed, planner).run()
 
 
 def step_s(tape: Recording) -> Seconds:

@@ -47,8 +47,8 @@ def neighbours(
     slots: Sequence[Slot],
     pinned: Collection[SlotId],
 ) -> Iterator[dict[SlotId, str]]:
-    """Yield today's slots of frozen models, and those with one server more or fewer of each, or
-    twice, four times as many and so on, as far as the recipe allows."""
+    """Yield today's slots of frozen models, and those with one server more or fewer of each, with
+    twice, four times as many and so on, and with the most that the recipe allows."""
     yield dict(plan.models)
     extra = Counter(dict(plan.models).values())
     for spec in models:
@@ -59,10 +59,10 @@ def neighbours(
 
 
 def _tried(extra: int, own: int, most: int) -> list[int]:
-    """Numbers of servers beyond a model's own: one more or fewer than today's, and doublings."""
-    several = max(1, own + extra)
-    doubled = {(several << times) - own for times in range(1, most.bit_length() + 1)}
-    return sorted(n for n in {extra - 1, extra + 1, *doubled} if 0 <= n <= most - own)
+    """Numbers of servers beyond a model's own: one more or fewer, doublings, and the most."""
+    doubled = {((own + extra) << times) - own for times in range(1, most.bit_length() + 1)}
+    tried = {extra - 1, extra + 1, *doubled, most - own} - {extra}
+    return sorted(number for number in tried if 0 <= number <= most - own)
 
 
 def counted(models: Sequence[FrozenModelSpec], served: Served) -> tuple[tuple[str, int], ...]:

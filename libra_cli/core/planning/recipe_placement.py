@@ -9,7 +9,7 @@ orders; each must be a plan of the recipe (``cluster.placement``).
 A run that is under way (``elastic``) keeps its base group: further training slots become gradient
 workers. Only a plan that takes slots of the base group away resizes it, at the price of a restart.
 
-There, each frozen model may have a server more or fewer than today, on slots of the policy's
+There, each frozen model may have more servers than today, or one fewer, on slots of the policy's
 servers (``core.frozen.placement``), and servers side by side may also be joined into one of a size
 that a bucket has, and split: one more, one fewer, all of them or none (``cluster.joined_slots``).
 

@@ -31,7 +31,7 @@ from libra_cli.core.evidence import (
     TrainedStep,
 )
 from libra_cli.core.explanation import PastPrediction, past_prediction
-from libra_cli.core.model_use import CountedUse, ModelDemand, ModelUse, demands, uses_of
+from libra_cli.core.model_use import AskedModels, ModelDemand, ModelUse, uses_of
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
 from libra_cli.core.planning.triggers import FILLING, steps_to_average
@@ -130,7 +130,7 @@ class RunObserver:
         #: Generated tokens of the turns that have ended since the newest step.
         self._played_tokens: Tokens = 0
         self._measured: deque[MeasuredStep] = self._steps_kept()
-        self._asked = _AskedModels(recipe.trajectories_per_step)
+        self._asked = AskedModels(RECENT)
         self._lengths: deque[float] = deque(maxlen=RECENT)
         self._extras = _Extras()
         self._history = WorkHistory()
@@ -155,7 +155,7 @@ class RunObserver:
         """
         match record:
             case TurnRecord() | TrajectoryRecord() if is_evaluation(record.group_id):
-                pass
+                self._evaluated(record)
             case TurnRecord():
                 self._turns.append(self._conversations.turn(record))
                 self._played_tokens += record.generated_tokens
@@ -173,6 +173,11 @@ class RunObserver:
                 self._training.move(record)
             case _:
                 self._saw_plan(record)
+
+    def _evaluated(self, record: TurnRecord | TrajectoryRecord) -> None:
+        """Take in what an evaluation plays, which asks frozen models too."""
+        if isinstance(record, TrajectoryRecord) and record.state == "finished":
+            self._asked.ended()
 
     def _saw_plan(self, record: Record) -> None:
         match record:
@@ -207,15 +212,18 @@ class RunObserver:
         samples = completed(ended, self._conversations.alive) if self._first else tuple(ended)
         extras = self._extras.mean(since or RECENT)
         work = workload_of(self._recipe, samples, extras, self._rule)
-        return replace(work, models=self._asked.demands(since or RECENT, work.extras))
+        asked = self._asked.demands(since or RECENT, work.finished)
+        return replace(work, models=asked)
 
-    def first_demands(self, uses: tuple[ModelUse, ...]) -> tuple[ModelDemand, ...]:
-        """What a step asks of frozen models, by what they did since the run began, in which no step
-        has ended.
+    def first_demands(self, uses: tuple[ModelUse, ...], work: Workload) -> tuple[ModelDemand, ...]:
+        """What a step of this work asks of frozen models, by their ``uses`` before the first ends.
 
-        It is in no row, so who observes a run by its rows knows it from the first step on.
+        They are in no row, so who observes a run by its rows knows it from the first step on.
         """
-        return self._asked.first(uses, self._in_play.at - self._began_at)
+        turns = fmean(one.turns for one in self._samples) if self._samples else 1.0
+        shares = [min(1.0, one.turns / turns) for one in self._conversations.alive]
+        seconds = self._in_play.at - self._began_at
+        return self._asked.first_demands(uses, seconds, shares, work.finished)
 
     @property
     def staleness(self) -> BoundEvidence | None:
@@ -330,7 +338,7 @@ class RunObserver:
         if sample is not None and row.state == "finished":
             self._samples.append(sample)
             self._training.finished(row)
-            self._asked.finished += 1
+            self._asked.ended()
             if self._first is not None:
                 self._first.append(sample)
 
@@ -342,7 +350,8 @@ class RunObserver:
         self._lengths.append(row.mean_length)
         extras = self._extras.step(row)
         self._training.step(row, extras.trained)
-        self._asked.step(row, row.ended_at - began, is_planned=row.started_at >= self._plan_at)
+        is_planned = row.started_at >= self._plan_at
+        self._asked.step(row.ended_at - began, uses_of(row.batch), is_planned=is_planned)
         self._steps += 1
         self._ages(row)
         if self._steps > self._rule.bound:
@@ -377,9 +386,10 @@ class RunObserver:
         }
 
     def _new_plan(self, row: PlanRecord) -> None:
-        self._asked.latest.clear()
+        self._asked.new_plan()
         if row.cause == "start":  # also of a run that goes on: nothing is in play
-            self._asked.finished, self._began_at = 0, row.at
+            self._began_at = row.at
+            self._asked.begin()
             self._steps, self._ended_at = 0, None
             self._in_play.begin(now=row.at)
             self._conversations = _Conversations(self._samples.maxlen or 0)
@@ -518,45 +528,6 @@ class _ToolTimes:
         squared_error = variance * (1 / len(self._now) + 1 / returns)
         change = log(now * returns / then_s)
         return exp(change * change**2 / (change**2 + squared_error)) if change else 1.0
-
-
-class _AskedModels:
-    """What the newest steps asked of frozen models, and trajectories that have ended since."""
-
-    def __init__(self, trajectories: int) -> None:
-        """Nothing is known yet; a step trains so many ``trajectories``."""
-        self._trajectories = trajectories
-        self._counted: deque[CountedUse] = deque(maxlen=RECENT)
-        self._demands: tuple[ModelDemand, ...] = ()
-        self.latest: deque[CountedUse] = deque(maxlen=RECENT)
-        """The steps under today's plan."""
-        self.finished = 0
-        """Trajectories that have ended since the newest step."""
-
-    def step(self, row: StepRecord, seconds: Seconds, *, is_planned: bool) -> None:
-        """Take in a step that took so long; ``is_planned``: all of it was under today's plan."""
-        finished, self.finished = self.finished, 0
-        uses = uses_of(row.batch)
-        if not uses:
-            return
-        self._counted.append(CountedUse(seconds, finished, uses))
-        if is_planned:
-            self.latest.append(self._counted[-1])
-
-    def demands(self, steps: int, extras: BatchOverhead) -> tuple[ModelDemand, ...]:
-        """Return what a step asks, by the newest steps; with none under
-        today's plan, what it was under the one before.
-        """
-        counted = list(self._counted)[-steps:]
-        if counted and self.latest:
-            played = self._trajectories * (1 + extras.filtered)
-            self._demands = demands(counted, list(self.latest)[-steps:], played)
-        return self._demands
-
-    def first(self, uses: tuple[ModelUse, ...], seconds: Seconds) -> tuple[ModelDemand, ...]:
-        """Return what a step asks, by what was counted in the seconds since the run began."""
-        counted = [CountedUse(seconds, self.finished, uses)]
-        return demands(counted, counted, self._trajectories) if uses and self.finished else ()
 
 
 class _Extras:

@@ -79,7 +79,7 @@ class RunWatch:
         parts, starved = self._parts, bool(measured) and measured[-1].starved
         if not workload.models:
             uses = parts.ledger.models.since_step
-            workload = replace(workload, models=self._observer.first_demands(uses))
+            workload = replace(workload, models=self._observer.first_demands(uses, workload))
         return Observation(
             step=parts.training.step,
             plan=parts.controller.plan,

@@ -106,7 +106,13 @@ class FrozenModels:
         for server in self._servers:
             self._count(done, server)
         serving = Counter(one.model for one in self._servers if one.takes_requests)
-        return tuple(ModelUse(name, serving[name], *seconds) for name, seconds in done.items())
+        opened: Counter[str] = Counter()
+        for server in self._servers:
+            opened[server.model] += server.running
+        return tuple(
+            ModelUse(name, serving[name], busy_s, asked_s, opened[name])
+            for name, (busy_s, asked_s) in done.items()
+        )
 
     @staticmethod
     def _count(done: dict[str, list[float]], server: FrozenServer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from libra_cli.core.model_use import (
+    AskedModels,
     CountedUse,
     ModelDemand,
     ModelUse,
@@ -50,6 +51,62 @@ def test_a_demand_is_what_a_trajectory_asks_and_how_busy_todays_servers_were() -
     assert demand == ModelDemand("judge", 2.0, busy_s=60.0, asked_s=72.0, busy=0.5)
     assert demands([], [], 12) == ()
     assert demands([CountedUse(5.0, 3, ())], [CountedUse(5.0, 3, ())], 12) == ()
+
+
+def test_where_nothing_has_ended_nothing_is_told() -> None:
+    none = CountedUse(10.0, 0, (ModelUse("judge", 1, 10.0, 50.0),))
+    some = CountedUse(10.0, 5, (ModelUse("judge", 1, 10.0, 50.0),))
+    assert demands([none], [none], 12) == ()
+    (demand,) = demands([some, none], [none], 10)
+    assert (demand.busy_s, demand.asked_s) == (40.0, 200.0)
+
+
+def use(busy_s: float, asked_s: float, servers: int = 1, opened: int = 0) -> tuple[ModelUse, ...]:
+    return (ModelUse("judge", servers, busy_s, asked_s, opened),)
+
+
+def test_what_a_trajectory_asks_is_known_under_every_plan() -> None:
+    asked = AskedModels(20)
+    assert asked.demands(20, 8) == ()
+    for _ in range(4):
+        asked.ended()
+    asked.step(10.0, use(8.0, 40.0), is_planned=True)
+    before = asked.demands(20, 8)
+    assert before == (ModelDemand("judge", 1.0, 16.0, 80.0, busy=0.8),)
+    asked.new_plan()
+    assert asked.demands(20, 8) == before
+    for _ in range(2):
+        asked.ended()
+    asked.step(10.0, use(4.0, 5.0, servers=2), is_planned=False)  # it began before the plan
+    assert asked.demands(20, 8) == (ModelDemand("judge", 1.0, 16.0, 80.0, busy=0.8),)
+    asked.ended()
+    asked.step(10.0, use(2.0, 3.0, servers=2), is_planned=True)
+    assert asked.demands(20, 7) == (ModelDemand("judge", 2.0, 14.0, 21.0, busy=0.1),)
+
+
+def test_a_first_step_that_began_before_the_plan_tells_too() -> None:
+    asked = AskedModels(20)
+    asked.new_plan()
+    asked.ended()
+    asked.step(10.0, use(5.0, 6.0), is_planned=False)
+    assert asked.demands(20, 2) == (ModelDemand("judge", 1.0, 10.0, 12.0, busy=0.5),)
+
+
+def test_before_the_first_step_those_under_way_count_by_what_they_have_asked() -> None:
+    asked = AskedModels(20)
+    halves = [0.5] * 20
+    assert asked.first_demands(use(0.0, 0.0), 60.0, [], 10) == ()
+    for _ in range(10):
+        asked.ended()
+    # Asked all along, as a customer is: ten have ended and twenty are half-way.
+    (customer,) = asked.first_demands(use(20.0, 20.0), 60.0, halves, 10)
+    assert customer.busy_s == 10.0
+    assert customer.busy == pytest.approx(20 / 60)
+    # Asked at the end, as a judge is: all that are under way wait for it.
+    (judge,) = asked.first_demands(use(40.0, 800.0, servers=2, opened=20), 60.0, [1.0] * 20, 10)
+    assert (judge.busy_s, judge.busy) == (40.0, 1.0)
+    asked.begin()
+    assert asked.first_demands(use(1.0, 1.0), 60.0, [], 10) == ()
 
 
 def test_what_was_counted_before_the_first_step_is_told_at_any_time() -> None:

@@ -36,8 +36,9 @@ from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.virtual_time import VirtualTime
-from libra_cli.sim.world import SimPlanner
+from libra_cli.sim.world import SimPlanner, World
 from tests import sample_run, sim_scene, world
+from tests.research import judge_slots
 from tests.world import machine_of
 
 CASES = 2 * settings().max_examples
@@ -163,7 +164,6 @@ class Journalled:
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
-        self.asked: list[Observation] = []
         scene = sim_scene.scene(steps=12)
         rest, slots = scene.plan.servers[1:], scene.slots
         self.planner = Remembering(Plan(rest, scene.plan.train), slots[1:])
@@ -173,18 +173,23 @@ class Journalled:
         )
 
     def run(self) -> None:
-        with Journal(self.run_dir) as journal:
-            handle = self.world.machine.handle
+        run_into(self.run_dir, self.world)
 
-            def kept(event: e.Event, *, now: float) -> list[a.Action]:
-                actions = handle(event, now=now)
-                for action in actions:
-                    if isinstance(action, a.Save):
-                        journal.save(action.record)
-                return actions
 
-            self.world.machine.handle = kept  # type: ignore[method-assign]
-            self.world.run()
+def run_into(run_dir: Path, run: World) -> None:
+    """Run a simulated world whose records go into a database."""
+    with Journal(run_dir) as journal:
+        handle = run.machine.handle
+
+        def kept(event: e.Event, *, now: float) -> list[a.Action]:
+            actions = handle(event, now=now)
+            for action in actions:
+                if isinstance(action, a.Save):
+                    journal.save(action.record)
+            return actions
+
+        run.machine.handle = kept  # type: ignore[method-assign]
+        run.run()
 
 
 class Remembering(sim_scene.Scripted):
@@ -230,6 +235,19 @@ def test_a_database_shows_a_dry_run_what_the_machine_showed_its_planner(tmp_path
     assert again.evidence.ranks == own.evidence.ranks
     assert len(again.evidence.turns) == len(own.evidence.turns)
     assert again.recalibration == machine.controller.recalibration == Recalibration(1.0, 1.0)
+
+
+def test_a_database_tells_what_frozen_models_are_asked_as_the_machine_does(tmp_path: Path) -> None:
+    made = judge_slots.recipe(steps=4, bound=1, groups=1)
+    run = judge_slots.world(made, judge_slots.static_plan(made, 5, 1), 10.0, seed=0)
+    run_into(tmp_path, run)
+    with Reader(tmp_path) as reader:
+        dry = observation_of_run(reader, made, live=True)
+    own = run.machine.observe()
+    assert own is not None
+    (demand,) = own.workload.models
+    assert demand.busy_s == pytest.approx(8 * 10.0, rel=0.3)  # eight trajectories a step
+    assert dry.workload.models == (demand,)
 
 
 def test_a_run_that_goes_on_has_forgotten_nothing(tmp_path: Path) -> None:
