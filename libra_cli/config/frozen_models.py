@@ -69,10 +69,12 @@ class FrozenModelSpec(Section):
     @property
     def seats(self) -> float:
         """Requests that a server answers at once, where ``--max-num-seqs`` says so; infinity
-        where it does not."""
+        where it does not, or each of several ranks has as many."""
         words = [word for argument in self.vllm_args for word in argument.split("=", 1)]
-        told = dict(itertools.pairwise(words)).get("--max-num-seqs", "")
-        return int(told) if told.isdecimal() else math.inf
+        told = {flag.replace("_", "-"): value for flag, value in itertools.pairwise(words)}
+        seats = told.get("--max-num-seqs", "")
+        is_one = not any(flag.startswith("--data-parallel") for flag in told)
+        return int(seats) if is_one and seats.isdecimal() else math.inf
 
     @property
     def most_slots(self) -> int:

@@ -163,7 +163,7 @@ def _of_a_trajectory(name: str, counted: Sequence[CountedUse]) -> ModelUse:
 class AskedModels:
     """What the newest steps asked of frozen models, by the trajectories that ended in them.
 
-    All that ask are counted, those of evaluations too: a server does not tell them apart.
+    All that ask are counted, those too that are not trained on: a server does not tell them apart.
     """
 
     def __init__(self, steps: int) -> None:

@@ -19,8 +19,8 @@ SYSTEM = "Fix the repository by shell commands."
 OPERATORS = {"add": "+", "subtract": "-", "multiply": "*", "divide": "/"}
 PAIRS = list(itertools.permutations("fgh", 2))
 """The function to mend, and the other one of its module."""
-HELD_OUT = ("h", "g")
-"""The pair that only evaluations have."""
+HELD_OUT = {("h", "add"), ("f", "divide")}
+"""What only evaluations ask for, and nobody is rewarded for in training."""
 DONE = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 EACH = 12
 """Demonstrations of a pair and an operator."""
@@ -39,10 +39,10 @@ def task(name: str, other: str, word: str, wrong: str) -> dict[str, Any]:
 
 
 def tasks(*, held_out: bool) -> Iterator[dict[str, Any]]:
-    """Yield a task for each operator and wrong one, of all pairs but ``HELD_OUT`` or of that."""
-    for pair, word, wrong in itertools.product(PAIRS, OPERATORS, OPERATORS.values()):
-        if OPERATORS[word] != wrong and (pair == HELD_OUT) == held_out:
-            yield task(*pair, word, wrong)
+    """Yield the tasks that are held out, or all others: one for each wrong operator."""
+    for (name, other), word, wrong in itertools.product(PAIRS, OPERATORS, OPERATORS.values()):
+        if OPERATORS[word] != wrong and ((name, word) in HELD_OUT) == held_out:
+            yield task(name, other, word, wrong)
 
 
 def demonstrations() -> Iterator[dict[str, Any]]:

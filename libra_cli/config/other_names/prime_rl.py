@@ -313,8 +313,8 @@ def _evaluation(given: Given) -> Made:
         yield LeftOut(
             "orchestrator.eval.source",
             Why.BRING,
-            f"names {', '.join(map(str, played))}: an agent is evaluated on the environment that "
-            "it trains on (libra help evaluation)",
+            f"names {', '.join(map(str, played))}: name them in evaluation[].environment, or their "
+            "tasks in evaluation[].tasks (libra help evaluation)",
         )
 
 

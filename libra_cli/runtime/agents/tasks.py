@@ -50,7 +50,8 @@ class AgentTasks:
         others: Iterable[EnvironmentSources],
         of: Callable[[TrajectoryId], EnvironmentSources | None],
     ) -> None:
-        """Give some trajectories tasks of ``others``: those ``of`` which it returns one of them."""
+        """Give some trajectories tasks of ``others``; ``of`` returns whose, or None for the run's
+        own."""
         self._sources += [source for one in others for source in one]
         self._others_of = of
 

@@ -15,6 +15,7 @@ import asyncio
 import hmac
 import secrets
 from collections.abc import Container, Sequence
+from contextlib import nullcontext
 
 import aiohttp
 from aiohttp import web
@@ -36,7 +37,8 @@ class ModelsEndpoint:
     """The HTTP server that hands requests on to the servers of models."""
 
     def __init__(self, servers: Sequence[FrozenServer], changed: asyncio.Event) -> None:
-        """``changed`` is set, and cleared again, when one of the servers serves or no longer."""
+        """``changed`` is set, and cleared again, when one of the servers serves or no longer, or
+        has answered and so has a seat."""
         self._servers = servers
         self._changed = changed
         self._token = secrets.token_urlsafe(32)
@@ -71,7 +73,7 @@ class ModelsEndpoint:
         while True:
             server = await self._serving(name, failed)
             with server.answering():
-                if not await self._has_seat(server):
+                if http.method == "POST" and not await self._has_seat(server, failed):
                     continue
                 response = await self._tried(http, server, body)
             if response is not None:
@@ -82,17 +84,20 @@ class ModelsEndpoint:
         """The server of a model that has the least to do, once there is one; of those that have
         ``failed`` only if there is no other."""
         while True:
-            ready = [one for one in self._servers if one.model == name and one.takes_requests]
-            if ready:
+            if ready := self._ready(name):
                 return min(ready, key=lambda one: (one in failed, one.running))
             await self._changed.wait()
 
-    async def _has_seat(self, server: FrozenServer) -> bool:
+    def _ready(self, name: str) -> list[FrozenServer]:
+        """The servers of a model that take requests."""
+        return [one for one in self._servers if one.model == name and one.takes_requests]
+
+    async def _has_seat(self, server: FrozenServer, failed: Container[FrozenServer]) -> bool:
         """Wait for a seat on a server; return False once another would be the better choice."""
         while server.is_full:
             await self._changed.wait()
-            others = (one for one in self._servers if one.model == server.model)
-            fewest = min((one.running for one in others if one.takes_requests), default=0)
+            others = [one for one in self._ready(server.model) if one not in failed]
+            fewest = min((one.running for one in others), default=server.running)
             if not server.takes_requests or fewest + 1 < server.running:
                 return False
         return True
@@ -106,7 +111,7 @@ class ModelsEndpoint:
         url = f"http://server/{http.match_info['path']}"
         headers = {"Content-Type": http.headers.get("Content-Type", "application/json")}
         try:
-            with server.seated():
+            with server.seated() if http.method == "POST" else nullcontext():
                 async with session.request(
                     http.method,
                     url,
@@ -121,13 +126,14 @@ class ModelsEndpoint:
             if http.transport is None or http.transport.is_closing():
                 raise
         finally:
-            wake(self._changed)
+            if server.has_limit:
+                wake(self._changed)
         await asyncio.sleep(0.1)  # it is told of a server's end a moment later
         return None
 
 
 def wake(changed: asyncio.Event) -> None:
-    """Let all that wait for a change look again, in the order in which they came."""
+    """Let all that wait for a change look again, those first that have waited longest."""
     changed.set()
     changed.clear()
 

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from math import inf
 from typing import Any
 
 import aiohttp
@@ -129,6 +130,11 @@ class FrozenServer:
     def is_full(self) -> bool:
         """Whether it answers as many requests as it can at once."""
         return self._seated >= self._seats
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether requests may wait for a seat on it."""
+        return self._seats < inf
 
     @contextmanager
     def seated(self) -> Iterator[None]:

@@ -15,6 +15,8 @@ from libra_cli.config.frozen_models import FrozenModelSpec
         ([], math.inf),
         (["--max-num-seqs", "8"], 8),
         (["--dtype=bfloat16", "--max-num-seqs=64"], 64),
+        (["--max_num_seqs", "8"], 8),
+        (["--max-num-seqs", "8", "--data-parallel-size", "2"], math.inf),
         (["--max-num-seqs", "many"], math.inf),  # vLLM itself refuses that
     ],
 )
