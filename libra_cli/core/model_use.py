@@ -129,10 +129,10 @@ def demands(
     then; how long requests were open, and how busy servers were, by the ``latest``, of today's
     servers.
     """
-    if not any(one.trajectories for one in latest):
-        latest = counted
-    if not any(one.trajectories for one in latest):
+    known = [seen for seen in (counted, latest) if any(one.trajectories for one in seen)]
+    if not known:
         return ()
+    counted, latest = known[0], known[-1]
     names = sorted({use.model for one in latest for use in one.uses})
     return tuple(_demand(name, counted, latest, trajectories) for name in names)
 

@@ -59,6 +59,8 @@ def test_where_nothing_has_ended_nothing_is_told() -> None:
     assert demands([none], [none], 12) == ()
     (demand,) = demands([some, none], [none], 10)
     assert (demand.busy_s, demand.asked_s) == (40.0, 200.0)
+    (demand,) = demands([none], [some], 10)  # after a sudden change of the work
+    assert (demand.busy_s, demand.asked_s) == (20.0, 100.0)
 
 
 def use(busy_s: float, asked_s: float, servers: int = 1, opened: int = 0) -> tuple[ModelUse, ...]:
