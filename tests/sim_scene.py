@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from libra_cli.config.recipe import Recipe
+from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.evidence import Recalibration
@@ -17,6 +19,7 @@ from libra_cli.core.planning.recalibration import RecalibratedSearch
 from libra_cli.core.planning.search import Times
 from libra_cli.core.scheduling.policy import SchedulingPolicy
 from libra_cli.core.types import Bucket, Plan, Pool, Slot, ToolOutcome
+from libra_cli.runtime.store.journal import Journal
 from libra_cli.sim.config import SimConfig
 from libra_cli.sim.traces import RecordedEpisode, Trace, Turn
 from libra_cli.sim.world import World
@@ -140,3 +143,19 @@ def world(
 
     made.machine.handle = checked  # type: ignore[method-assign]
     return made
+
+
+def run_into(run_dir: Path, world: World) -> None:
+    """Run a simulated world whose records go into a database."""
+    with Journal(run_dir) as journal:
+        handle = world.machine.handle
+
+        def kept(event: e.Event, *, now: float) -> list[a.Action]:
+            actions = handle(event, now=now)
+            for action in actions:
+                if isinstance(action, a.Save):
+                    journal.save(action.record)
+            return actions
+
+        world.machine.handle = kept  # type: ignore[method-assign]
+        world.run()

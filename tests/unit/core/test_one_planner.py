@@ -36,7 +36,7 @@ from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.virtual_time import VirtualTime
-from libra_cli.sim.world import SimPlanner, World
+from libra_cli.sim.world import SimPlanner
 from tests import sample_run, sim_scene, world
 from tests.research import judge_slots
 from tests.world import machine_of
@@ -173,23 +173,7 @@ class Journalled:
         )
 
     def run(self) -> None:
-        run_into(self.run_dir, self.world)
-
-
-def run_into(run_dir: Path, run: World) -> None:
-    """Run a simulated world whose records go into a database."""
-    with Journal(run_dir) as journal:
-        handle = run.machine.handle
-
-        def kept(event: e.Event, *, now: float) -> list[a.Action]:
-            actions = handle(event, now=now)
-            for action in actions:
-                if isinstance(action, a.Save):
-                    journal.save(action.record)
-            return actions
-
-        run.machine.handle = kept  # type: ignore[method-assign]
-        run.run()
+        sim_scene.run_into(self.run_dir, self.world)
 
 
 class Remembering(sim_scene.Scripted):
@@ -240,7 +224,7 @@ def test_a_database_shows_a_dry_run_what_the_machine_showed_its_planner(tmp_path
 def test_a_database_tells_what_frozen_models_are_asked_as_the_machine_does(tmp_path: Path) -> None:
     made = judge_slots.recipe(steps=4, bound=1, groups=1)
     run = judge_slots.world(made, judge_slots.static_plan(made, 5, 1), 10.0, seed=0)
-    run_into(tmp_path, run)
+    sim_scene.run_into(tmp_path, run)
     with Reader(tmp_path) as reader:
         dry = observation_of_run(reader, made, live=True)
     own = run.machine.observe()

@@ -20,12 +20,12 @@ from libra_cli.core.types import Plan, Trajectory, node_of
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.plugins.finding import find
 from libra_cli.report.status.summary import summary
-from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.sim.config import SimConfig
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import RecordedEpisode, Turn
 from libra_cli.sim.world import World
+from tests.sim_scene import run_into
 
 PROFILE = load_profile("a800-qwen3-8b")
 A800 = frozenset({"NVIDIA A800-SXM4-80GB"})
@@ -142,18 +142,7 @@ def test_a_trainer_that_holds_too_much_is_made_smaller_by_a_restart() -> None:
 def test_what_is_written_down_shows_a_dry_run_the_slots_of_the_plan(tmp_path: Path) -> None:
     recipe = recipe_of(4, 4, 4, lengths={"generated": 300, "turns": 3, "tool_s": 1.0}, steps=8)
     world = world_of(recipe, episodes(4 * GROUPS, (200, 300), (200, 300)))
-    with Journal(tmp_path) as journal:
-        handle = world.machine.handle
-
-        def kept(event: e.Event, *, now: float) -> list[a.Action]:
-            actions = handle(event, now=now)
-            for action in actions:
-                if isinstance(action, a.Save):
-                    journal.save(action.record)
-            return actions
-
-        world.machine.handle = kept  # type: ignore[method-assign]
-        world.run()
+    run_into(tmp_path, world)
     with Reader(tmp_path) as reader:
         seen = observation_of_run(reader, recipe, live=True)
         told = summary(reader, now=world.now)
