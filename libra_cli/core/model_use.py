@@ -28,15 +28,32 @@ _COUNTS = ("servers", "busy_s", "asked_s")
 
 @dataclass(frozen=True, slots=True)
 class ModelUse:
-    """The use of a frozen model: ``servers`` that serve, their seconds with a request, and the
-    seconds that requests were open; since the run began, or of a step. ``open`` requests have no
-    answer now."""
+    """The use of a frozen model: ``servers`` that serve, their seconds with a request, the seconds
+    that requests were open, and how many were ``answered``; since the run began, or of a step.
+    ``open`` requests have no answer now."""
 
     model: str
     servers: float
     busy_s: Seconds
     asked_s: Seconds
     open: int = 0
+    answered: int = 0
+
+
+def summed(uses: Iterable[ModelUse]) -> tuple[ModelUse, ...]:
+    """Return one use for each model: all that were told of it, taken together."""
+    found: dict[str, ModelUse] = {}
+    for use in uses:
+        before = found.get(use.model, ModelUse(use.model, 0, 0.0, 0.0))
+        found[use.model] = ModelUse(
+            use.model,
+            before.servers + use.servers,
+            before.busy_s + use.busy_s,
+            before.asked_s + use.asked_s,
+            before.open + use.open,
+            before.answered + use.answered,
+        )
+    return tuple(found.values())
 
 
 class ModelUses:
@@ -61,7 +78,12 @@ class ModelUses:
 
     def _since(self, use: ModelUse) -> ModelUse:
         told = self._told.get(use.model, ModelUse(use.model, 0, 0.0, 0.0))
-        return replace(use, busy_s=use.busy_s - told.busy_s, asked_s=use.asked_s - told.asked_s)
+        return replace(
+            use,
+            busy_s=use.busy_s - told.busy_s,
+            asked_s=use.asked_s - told.asked_s,
+            answered=use.answered - told.answered,
+        )
 
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of the step that is done: the use since the last call."""
@@ -202,6 +224,12 @@ class AskedModels:
         latest = list(self._latest)[-steps:] or self._before or counted
         return demands(counted, latest, trajectories)
 
+    def last_asked(self, uses: Iterable[ModelUse]) -> int:
+        """Return how many trajectories wait for their last answer, by the ``uses`` since the newest
+        step: as many of the open requests of a model as of its answers ended a trajectory."""
+        shares = (min(1.0, self._ended / use.answered) * use.open for use in uses if use.answered)
+        return round(max(shares, default=0.0))
+
     def first_demands(
         self,
         uses: Iterable[ModelUse],
@@ -211,8 +239,8 @@ class AskedModels:
     ) -> tuple[ModelDemand, ...]:
         """Return what a step asks, by the ``uses`` in the ``seconds`` before the first one's end.
 
-        ``under_way`` are the shares, 0 to 1, of trajectories that have been played so far: they
-        have asked too, but for those whose request is open.
+        ``under_way`` are the shares, 0 to 1, of trajectories that have been played so far: so much
+        of what each asks has been asked, and is answered or open.
         """
         return tuple(
             demand for use in uses for demand in self._first(use, seconds, under_way, trajectories)
@@ -221,8 +249,9 @@ class AskedModels:
     def _first(
         self, use: ModelUse, seconds: Seconds, under_way: Sequence[float], trajectories: float
     ) -> tuple[ModelDemand, ...]:
-        answered = max(0.0, 1 - use.open / len(under_way)) if under_way else 0.0
-        counted = [CountedUse(seconds, self._ended + answered * sum(under_way), (use,))]
+        asked = use.answered + use.open
+        answered = use.answered / asked if asked else 1.0
+        counted = [CountedUse(seconds, answered * (self._ended + sum(under_way)), (use,))]
         found = demands(counted, counted, trajectories)
         # Servers have come since, and those that were there began before anybody asked.
         is_busy = use.open >= max(1.0, use.servers)

@@ -64,6 +64,7 @@ class _Line:
     """How many servers answer."""
     opened: _Counted = field(default_factory=_Counted)
     """How many requests have no answer yet."""
+    answered: int = 0
 
 
 class SimModels:
@@ -136,6 +137,7 @@ class SimModels:
         line = self._lines[name]
         line.busy.change(-1, self._time.now)
         line.opened.change(-1, self._time.now)
+        line.answered += 1
         asked.left -= 1
         self._time.later(e.ModelsUsed(self.uses), 0.0)
         if not asked.left:
@@ -154,6 +156,7 @@ class SimModels:
                 line.busy.until(now),
                 line.opened.until(now),
                 line.opened.number,
+                line.answered,
             )
             for name, line in self._lines.items()
         )

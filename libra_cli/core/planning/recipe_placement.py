@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import fmean
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError
@@ -34,7 +35,7 @@ from libra_cli.core.planning.idle_servers import idle_servers
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_table import planned_buckets
 from libra_cli.core.planning.search import Layout, Search
-from libra_cli.core.planning.transition import moves_cost_s
+from libra_cli.core.planning.transition import moves_cost_s, swaps_cost_s
 from libra_cli.core.types import Plan, Pool, Role, Seconds, Slot, SlotId
 
 TRAIN, GRADIENT, IDLE = "train", "gradient", "idle"
@@ -125,11 +126,15 @@ class RecipePlacement:
         return tuple(moves)
 
     def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
-        """Return the cost of the moves in seconds, with a restart where the base group changes."""
+        """Return the cost of the moves in seconds, with that of slots that change sides with
+        others, and with a restart where the base group changes."""
         today = self.layout_of(now.plan, now.slots)
         cost_s = moves_cost_s(profile, now.workload, today, chosen.layout)
         resized = self.elastic and then.train != now.plan.train
-        return cost_s + (profile.moves.resize_s if resized else 0.0)
+        restart_s = profile.moves.resize_s if resized else 0.0
+        step_end_s = fmean(step.train_s for step in now.measured) / 2 if now.measured else 0.0
+        cost_s += swaps_cost_s(profile, today, _swapped(now, then), restart_s + step_end_s)
+        return cost_s + restart_s
 
     def _shapes(self, now: Observation, degrees: Set[int]) -> Iterator[tuple[Slot, ...]]:
         """The slots there are; in a run under way also with servers joined and split."""
@@ -188,6 +193,18 @@ class RecipePlacement:
             f"no bucket of the recipe has servers that hold a trajectory of {longest:,} tokens",
             hint="raise tensor_parallel of the last bucket, or lower model.max_len",
         )
+
+
+def _swapped(now: Observation, then: Plan) -> int:
+    """GPUs that leave training for the policy's servers while as many others go the other way; a
+    slot without GPUs counts as one."""
+    sizes = {slot.id: slot.num_devices for slot in now.slots}
+    before, after = roles_of(now.plan), roles_of(then)
+    trained = {slot for slot, role in before.items() if role in _TRAINS}
+    trains = {slot for slot, role in after.items() if role in _TRAINS}
+    arrive = sum(sizes.get(slot, 1) for slot in trains - trained if slot in dict(now.plan.servers))
+    leave = sum(sizes.get(slot, 1) for slot in trained - trains if slot in dict(then.servers))
+    return min(arrive, leave)
 
 
 def fixed_slots(

@@ -13,7 +13,7 @@ share of all GPUs, which this was before, it was 20, 5, 5, 21 and 18 s.
 
 Guarantee: ``moves_between`` stops no server of a shape that both layouts have. Limit: it counts
 GPUs and servers, and adds the losses of both halves, of which one may have slack; the placement
-says which slot a server is on.
+says which slot a server is on, and how many change sides with others (``swaps_cost_s``).
 """
 
 from __future__ import annotations
@@ -82,6 +82,18 @@ def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layo
     cost += moves.to_training * prices.to_training_s / max(1, then.training_gpus)
     cost += moves.to_models * (prices.start(1) + GRACE_S) / max(1, today.rollout_gpus)
     return cost + _prefill_again_s(profile, workload, today, then, moves)
+
+
+def swaps_cost_s(profile: Profile, today: Layout, gpus: int, wait_s: Seconds) -> Seconds:
+    """Seconds of the whole job that are lost where so many ``gpus`` leave training for servers
+    while as many others go the other way, which a layout does not tell.
+
+    Both halves are without them meanwhile: rollout for the ``wait_s`` too until training lets go of
+    those that it has.
+    """
+    prices = profile.moves
+    rollout_s = gpus * (wait_s + prices.arrive(1)) / max(1, today.rollout_gpus)
+    return rollout_s + gpus * prices.to_training_s / max(1, today.training_gpus)
 
 
 def _positive(counts: dict[int, int]) -> dict[int, int]:

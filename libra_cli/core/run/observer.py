@@ -131,6 +131,8 @@ class RunObserver:
         self._played_tokens: Tokens = 0
         self._measured: deque[MeasuredStep] = self._steps_kept()
         self._asked = AskedModels(RECENT)
+        #: The use of frozen models since the newest step, which is in no row.
+        self.uses: tuple[ModelUse, ...] = ()
         self._lengths: deque[float] = deque(maxlen=RECENT)
         self._extras = _Extras()
         self._history = WorkHistory()
@@ -205,25 +207,27 @@ class RunObserver:
         if not self._samples:
             return None
         factor, since = self._conversations.tools.factor, self._history.since
-        newest = self._first or list(self._samples)
+        done, alive = self._under_way if self._first else ((), ())
+        newest = [*self._first, *done] if self._first else list(self._samples)
         if since is not None:
             newest = newest[-since * self._recipe.trajectories_per_step :]
         ended = [replace(one, tool_s=one.tool_s * factor) for one in newest]
-        samples = completed(ended, self._conversations.alive) if self._first else tuple(ended)
+        samples = completed(ended, alive) if self._first else tuple(ended)
         extras = self._extras.mean(since or RECENT)
         work = workload_of(self._recipe, samples, extras, self._rule)
         asked = self._asked.demands(since or RECENT, work.finished)
         return replace(work, models=asked)
 
-    def first_demands(self, uses: tuple[ModelUse, ...], work: Workload) -> tuple[ModelDemand, ...]:
+    def first_demands(self, work: Workload) -> tuple[ModelDemand, ...]:
         """What a step of this work asks of frozen models, by their ``uses`` before the first ends.
 
         They are in no row, so who observes a run by its rows knows it from the first step on.
         """
         turns = fmean(one.turns for one in self._samples) if self._samples else 1.0
-        shares = [min(1.0, one.turns / turns) for one in self._conversations.alive]
+        done, alive = self._under_way
+        shares = [1.0] * len(done) + [min(1.0, one.turns / turns) for one in alive]
         seconds = self._in_play.at - self._began_at
-        return self._asked.first_demands(uses, seconds, shares, work.finished)
+        return self._asked.first_demands(self.uses, seconds, shares, work.finished)
 
     @property
     def staleness(self) -> BoundEvidence | None:
@@ -249,8 +253,20 @@ class RunObserver:
         """Standard error of the turns expected then, as a share; infinite where none is known."""
         if not self._first:
             return inf
-        alive = (one.turns for one in self._conversations.alive)
-        return TurnSurvival((one.turns for one in self._first), alive).error
+        done, alive = self._under_way
+        ended = (one.turns for one in (*self._first, *done))
+        return TurnSurvival(ended, (one.turns for one in alive)).error
+
+    @property
+    def _under_way(self) -> tuple[tuple[TrajectorySample, ...], tuple[TrajectorySample, ...]]:
+        """The trajectories under way that have played all their turns, and the others.
+
+        Those wait for a frozen model's last answer. They are as many as ``AskedModels`` tells, and
+        have played no turn for longer than others.
+        """
+        alive = self._conversations.alive
+        done = min(len(alive), self._asked.last_asked(self.uses))
+        return alive[:done], alive[done:]
 
     @property
     def signs(self) -> Mapping[str, float]:
@@ -447,8 +463,10 @@ class _Conversations:
 
     @property
     def alive(self) -> tuple[TrajectorySample, ...]:
-        """Return the trajectories under way, as far as they have come."""
-        return tuple(one.so_far for one in self._under_way.values())
+        """Return the trajectories under way, as far as they have come; those that have played no
+        turn for longest first."""
+        under_way = sorted(self._under_way.values(), key=lambda one: one.last.ended_at)
+        return tuple(one.so_far for one in under_way)
 
     def ended(self, row: TrajectoryRecord) -> TrajectorySample | None:
         """Return the trajectory's lengths; None if it never played a turn.

@@ -58,6 +58,7 @@ class RunWatch:
     def look(self, *, now: Seconds) -> list[Result]:
         """Ask the planner, if that is due by now."""
         controller, observer = self._parts.controller, self._observer
+        observer.uses = self._parts.ledger.models.since_step
         if observer.first_ended:
             controller.glance(observer.first_ended, lambda: observer.first_error, now=now)
         return controller.look(self.observe)
@@ -78,8 +79,7 @@ class RunWatch:
             return None
         parts, starved = self._parts, bool(measured) and measured[-1].starved
         if not workload.models:
-            uses = parts.ledger.models.since_step
-            workload = replace(workload, models=self._observer.first_demands(uses, workload))
+            workload = replace(workload, models=self._observer.first_demands(workload))
         return Observation(
             step=parts.training.step,
             plan=parts.controller.plan,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from libra_cli.config.frozen_models import NOWHERE, ModelsAddress
 from libra_cli.core.frozen.process import frozen_process
 from libra_cli.core.frozen.slots import FrozenSlot
 from libra_cli.core.launch.process import ProcessSpec
-from libra_cli.core.model_use import ModelUse
+from libra_cli.core.model_use import ModelUse, summed
 from libra_cli.core.records import FrozenModelRecord, Record
 from libra_cli.runtime.frozen.endpoint import ModelsEndpoint, wake
 from libra_cli.runtime.frozen.files import ServedFiles
@@ -43,8 +43,8 @@ class FrozenModels:
         self._save = save
         self._files = ServedFiles(cluster, save)
         self._servers: list[FrozenServer] = []
-        #: Seconds of servers that are gone, by model: with a request, and of requests.
-        self._gone: dict[str, list[float]] = {}
+        #: What has been asked of servers that are gone, a use for each model.
+        self._gone: tuple[ModelUse, ...] = ()
         self._background = Background()
         self._changed = asyncio.Event()
 
@@ -97,28 +97,12 @@ class FrozenModels:
     def remove(self, server: FrozenServer) -> None:
         """Forget a server that was added, and is gone, but for what it has done."""
         self._servers.remove(server)
-        self._count(self._gone, server)
+        self._gone = summed([*self._gone, replace(server.used, servers=0, open=0)])
 
     @property
     def uses(self) -> tuple[ModelUse, ...]:
         """What has been asked of each model since the controller began."""
-        done = {name: list(seconds) for name, seconds in self._gone.items()}
-        for server in self._servers:
-            self._count(done, server)
-        serving = Counter(one.model for one in self._servers if one.takes_requests)
-        opened: Counter[str] = Counter()
-        for server in self._servers:
-            opened[server.model] += server.running
-        return tuple(
-            ModelUse(name, serving[name], busy_s, asked_s, opened[name])
-            for name, (busy_s, asked_s) in done.items()
-        )
-
-    @staticmethod
-    def _count(done: dict[str, list[float]], server: FrozenServer) -> None:
-        """Add the seconds that a server was busy, and those of its requests, to its model's."""
-        busy_s, asked_s = done.get(server.model, [0.0, 0.0])
-        done[server.model] = [busy_s + server.used[0], asked_s + server.used[1]]
+        return summed([*self._gone, *(server.used for server in self._servers)])
 
     def happened(self, event: HostEvent) -> None:
         """Take in what a host reports."""

@@ -25,6 +25,7 @@ from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.cluster.restarts import LATER_S, RestartBudget
 from libra_cli.core.frozen.slots import FrozenSlot
 from libra_cli.core.launch.process import ProcessSpec
+from libra_cli.core.model_use import ModelUse
 from libra_cli.core.records import Record, SlotRecord
 from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent, LeaseExpired
 from libra_cli.runtime.hosts.cluster import Cluster
@@ -59,7 +60,7 @@ class FrozenServer:
         self.running = 0
         """Requests that it answers now, or that wait here for a seat on it."""
         self._seats = frozen.model.seats
-        self._seated = 0
+        self._seated = self._answered = 0
         self.leaving = False
         """Whether it takes no further request, since its slot is to do something else."""
         self.session: aiohttp.ClientSession | None = None
@@ -120,11 +121,17 @@ class FrozenServer:
             self._ended.set_result(f"went with its host: {event.reason}")
 
     @property
-    def used(self) -> tuple[float, float]:
-        """Seconds in which it served with a request at least, and in which requests were open,
-        summed over them."""
+    def used(self) -> ModelUse:
+        """What has been asked of it."""
         busy_s, _ = self._seconds.told()
-        return busy_s, self._seconds.request_s
+        return ModelUse(
+            self.model,
+            int(self.takes_requests),
+            busy_s,
+            self._seconds.request_s,
+            open=self.running,
+            answered=self._answered,
+        )
 
     @property
     def is_full(self) -> bool:
@@ -144,6 +151,7 @@ class FrozenServer:
             yield
         finally:
             self._seated -= 1
+            self._answered += 1
 
     @contextmanager
     def answering(self) -> Iterator[None]:

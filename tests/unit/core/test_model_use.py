@@ -63,8 +63,10 @@ def test_where_nothing_has_ended_nothing_is_told() -> None:
     assert (demand.busy_s, demand.asked_s) == (20.0, 100.0)
 
 
-def use(busy_s: float, asked_s: float, servers: int = 1, opened: int = 0) -> tuple[ModelUse, ...]:
-    return (ModelUse("judge", servers, busy_s, asked_s, opened),)
+def use(
+    busy_s: float, asked_s: float, servers: int = 1, opened: int = 0, answered: int = 0
+) -> tuple[ModelUse, ...]:
+    return (ModelUse("judge", servers, busy_s, asked_s, opened, answered),)
 
 
 def test_what_a_trajectory_asks_is_known_under_every_plan() -> None:
@@ -101,14 +103,33 @@ def test_before_the_first_step_those_under_way_count_by_what_they_have_asked() -
     for _ in range(10):
         asked.ended()
     # Asked all along, as a customer is: ten have ended and twenty are half-way.
-    (customer,) = asked.first_demands(use(20.0, 20.0), 60.0, halves, 10)
+    (customer,) = asked.first_demands(use(20.0, 20.0, answered=40), 60.0, halves, 10)
     assert customer.busy_s == 10.0
     assert customer.busy == pytest.approx(20 / 60)
-    # Asked at the end, as a judge is: all that are under way wait for it.
-    (judge,) = asked.first_demands(use(40.0, 800.0, servers=2, opened=20), 60.0, [1.0] * 20, 10)
+    # Asked at the end, as a judge is: all that are under way wait for it, or only half of them.
+    waits = use(40.0, 800.0, servers=2, opened=20, answered=10)
+    (judge,) = asked.first_demands(waits, 60.0, [1.0] * 20, 10)
     assert (judge.busy_s, judge.busy) == (40.0, 1.0)
+    (judge,) = asked.first_demands(waits, 60.0, [1.0] * 20 + [0.1] * 20, 10)
+    assert judge.busy_s == pytest.approx(37.5)
+    # Nobody has an answer yet.
+    assert asked.first_demands(use(40.0, 800.0, opened=20), 60.0, [1.0] * 20, 10) == ()
     asked.begin()
     assert asked.first_demands(use(1.0, 1.0), 60.0, [], 10) == ()
+
+
+def test_as_many_open_requests_are_the_last_as_answers_ended_a_trajectory() -> None:
+    asked = AskedModels(20)
+    customer = ModelUse("customer", 1, 9.0, 9.0, open=30, answered=60)
+    judge = ModelUse("judge", 1, 9.0, 9.0, open=20, answered=12)
+    assert asked.last_asked([customer, judge]) == 0
+    for _ in range(12):
+        asked.ended()
+    assert asked.last_asked([customer]) == 6  # 12 of 60 answers
+    assert asked.last_asked([customer, judge]) == 20
+    assert asked.last_asked([ModelUse("judge", 1, 9.0, 9.0, open=20)]) == 0
+    asked.step(10.0, (), is_planned=True)
+    assert asked.last_asked([judge]) == 0
 
 
 def test_what_was_counted_before_the_first_step_is_told_at_any_time() -> None:

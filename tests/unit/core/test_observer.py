@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from libra_cli.core.model_use import ModelUse
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.records import (
     DecisionRecord,
@@ -118,6 +119,26 @@ def test_in_the_first_steps_those_under_way_count_as_long_as_they_will_be() -> N
         observer.saw(sample_run.step_record(step, step * 10.0))
     assert observer.first_ended == 0
     assert {sample.turns for sample in observer.workload.samples} == {1}
+
+
+def test_those_that_wait_for_a_judge_have_played_all_their_turns() -> None:
+    recipe = world.recipe(**ROOM, training={"groups_per_step": 8, "max_staleness": 1})
+    observer = RunObserver(recipe)
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    for group in range(40):  # the first 30 end with two turns, and the judge answers one at a time
+        for turn in range(2 if group < 30 else 1):
+            ended_at = 2.0 + turn if group < 30 else 40.0
+            observer.saw(replace(TURN, group_id=group, turn=turn, ended_at=ended_at))
+    for group in range(10):
+        observer.saw(replace(ENDED, group_id=group, turns=2, generated_tokens=20))
+    before = observer.first_error
+    observer.uses = (ModelUse("judge", 1, 40.0, 800.0, open=20, answered=10),)
+    assert observer.first_error < before
+    assert observer.workload is not None
+    assert [sample.turns for sample in observer.workload.samples] == [2] * 40
+    (judge,) = observer.first_demands(observer.workload)
+    # Thirty have asked, of which ten have an answer, and ten have played half of their turns.
+    assert judge.busy_s == pytest.approx(40 / 10 * 30 / 35 * observer.workload.finished)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])

@@ -39,7 +39,7 @@ def test_one_server_answers_one_after_the_other_and_another_shares_what_waits() 
     for name in "abcdefg":
         made.ask(e.TimerFired(name), 0.0)
     assert until(time, 4.5) == [(2.0, "a"), (4.0, "b")]
-    assert made.uses == (ModelUse("judge", 1, 4.5, 7 * 2.0 + 6 * 2.0 + 5 * 0.5, 5),)
+    assert made.uses == (ModelUse("judge", 1, 4.5, 7 * 2.0 + 6 * 2.0 + 5 * 0.5, 5, 2),)
     made.perform(a.StartModel("a/0", 0, "judge"))  # it serves from 9.5 on
     assert until(time, 11.8) == [(6.0, "c"), (8.0, "d"), (10.0, "e"), (11.5, "f")]
     (use,) = made.uses

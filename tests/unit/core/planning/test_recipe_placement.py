@@ -11,10 +11,10 @@ from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import NothingFits, Profile
 from libra_cli.core.launch.joined_slots import part_slots
 from libra_cli.core.launch.placement import initial_plan, plan_with, seats_of, slots_of
-from libra_cli.core.observation import Observation
-from libra_cli.core.planning.planner import Decision, Planner
+from libra_cli.core.observation import MeasuredStep, Observation
+from libra_cli.core.planning.planner import Candidate, Decision, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement, _choices
-from libra_cli.core.planning.search import Layout, PlannerSettings
+from libra_cli.core.planning.search import Layout, PlannerSettings, Times
 from libra_cli.core.types import Plan, Role, Slot
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
@@ -166,6 +166,26 @@ def test_taking_slots_from_the_core_costs_a_restart_of_it() -> None:
     assert moving.proposed.train[0] == today.train[0]
     assert len(moving.proposed.train) < len(today.train)
     assert moving.cost_s >= still.cost_s
+
+
+def test_slots_that_change_sides_with_others_cost_both_halves_their_time() -> None:
+    recipe = recipe_of(4, slots=2)
+    slots = slots_of(recipe)
+    train = frozenset(f"n{index}/{slot}" for index in range(2) for slot in range(2))
+    today = plan_with(recipe, slots, train, "as given")
+    space, timed = RecipePlacement(recipe), [MeasuredStep(20.0, 10.0, 0.0, 0.0, 1.0)]
+
+    def cost_s(other: frozenset[str]) -> float:
+        then = plan_with(recipe, slots, other, "others")
+        now = Observation(1, today, slots, work(3000), measured=tuple(timed))
+        chosen = Candidate(space.layout_of(then, slots), Times(1.0, 1.0), (), lambda: (then, slots))
+        return space.cost_s(now, chosen, then, PROFILE)
+
+    prices, moved = PROFILE.moves, train - {"n1/1"} | {"n3/1"}
+    assert cost_s(train) == 0
+    waits_s = prices.resize_s + 10.0 / 2 + prices.arrive(1)
+    lost_s = 4 * waits_s / 16 + 4 * prices.to_training_s / 16  # four GPUs of a slot, 16 a half
+    assert cost_s(moved) == pytest.approx(prices.resize_s + lost_s)
 
 
 def test_a_pinned_slot_stays_on_its_side() -> None:
