@@ -32,6 +32,7 @@ from libra_cli.runtime.hosts.cluster import Cluster
 from libra_cli.runtime.hosts.exits import how_it_ended
 from libra_cli.runtime.processes.owner import STARTUP_TIMEOUT_S
 from libra_cli.runtime.supervision.background import Background
+from libra_cli.runtime.supervision.failures import words_of
 
 ASK_EVERY_S = 1.0
 CHECK_EVERY_S = 10.0
@@ -210,7 +211,8 @@ class FrozenServer:
         """Have the model's files read and compared meanwhile; others than they must be end it."""
         background = Background()
         try:
-            yield background.start(f"reading the files of {self.model}", self._compared())
+            what = f"reading the files of {self.model}"
+            yield background.start(what, self._compared(), failed=self._not_compared)
         finally:
             await background.close()
 
@@ -221,6 +223,11 @@ class FrozenServer:
             if not self._ended.done():
                 self._ended.set_exception(error)
                 self._ended.exception()  # its life may be over before anyone asks
+
+    def _not_compared(self, error: Exception) -> None:
+        if not self._ended.done():
+            why = f"did not serve: its files were not compared: {words_of(error)}"
+            self._ended.set_result(why)
 
     def _serves(self) -> None:
         self._budget.works(now=self._cluster.clock())

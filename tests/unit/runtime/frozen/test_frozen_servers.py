@@ -83,6 +83,8 @@ class Hosts:
         """What the directory of the model holds."""
         self.read: asyncio.Event | None = None
         """Reading them waits for it."""
+        self.bug: Exception | None = None
+        """What reading them raises, which nobody has thought of."""
         self.refuses = ""
         self.dies_at_once = False
         self.started: list[str] = []
@@ -120,6 +122,8 @@ class Hosts:
     async def answer_of(self, spec: ProcessSpec, *, timeout_s: float) -> Any:
         if self.read is not None:
             await self.read.wait()
+        if self.bug is not None:
+            raise self.bug
         return {"files": dict(self.files)}
 
     async def dial(self, spec: ProcessSpec) -> Endpoint:
@@ -469,6 +473,23 @@ def test_a_server_with_other_files_than_before_is_never_asked(play: Any) -> None
         for _ in range(4):
             assert (await run.ask())[1]["by"] == "model-3"
         run.hosts.files = {"model.safetensors": [7, "00"]}
+        await run.until("a/2", "serving")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RestartBudget, "wait_s", lambda budget: 0.01)
+        play(scene)
+
+
+def test_a_server_whose_files_could_not_be_compared_is_never_asked(play: Any) -> None:
+    async def scene(run: Scene) -> None:
+        run.hosts.bug = TypeError("of ours")
+        await run.hosts.kill("model-2")
+        row = await run.until("a/2", "failed")  # it was killed
+        row = await run.until("a/2", "failed")
+        told = "did not serve: its files were not compared: TypeError: of ours; started again in"
+        assert row.detail.startswith(told)
+        assert (await run.ask())[1]["by"] == "model-3"
+        run.hosts.bug = None
         await run.until("a/2", "serving")
 
     with pytest.MonkeyPatch.context() as patch:
