@@ -42,7 +42,7 @@ LATER = $(shell grep -rlE "^(pytestmark = \[?|    )pytest\.mark\.vllm" tests/uni
 # every process.
 # Those that take longest come first, so that no worker is left with one at the end.
 LONG := $(patsubst %,tests/integration/test_%.py,real_model frozen_models tinker_cookbook \
-  quantization chaos shipped_model joined_slots hosts_that_play gradient tinker vision teacher) \
+  quantization chaos joined_slots hosts_that_play gradient tinker vision teacher) \
   tests/clients/test_live.py tests/unit/node/model/test_memory.py
 SLOWS = $(LONG) $(filter-out $(LONG),$(sort \
   $(shell grep -rlE "pytest\.mark\.(integration|vllm)" --include="test_*.py" tests)))

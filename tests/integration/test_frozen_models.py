@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -59,10 +61,7 @@ training:
 def test_a_teacher_and_a_judge_of_the_run_itself_are_waited_for_and_get_another_slot(
     tmp_path: Path,
 ) -> None:
-    rows = tmp_path / "rows.jsonl"
-    asked = ({"prompt": [{"role": "user", "content": f"a={n}. a?"}]} for n in range(64))
-    rows.write_text("".join(json.dumps(one) + "\n" for one in asked))
-    text = RECIPE.format(model=MODEL, rows=rows)
+    text = RECIPE.format(model=MODEL, rows=tasks(tmp_path))
     with live(text, tmp_path / "run", tmp_path) as run:
         run.wait_step(2, timeout_s=2 * START_S + 2 * STEP_S)
         served = ("model", "serving", "helper")
@@ -88,6 +87,55 @@ def test_a_teacher_and_a_judge_of_the_run_itself_are_waited_for_and_get_another_
         check_what_they_said(run)
 
 
+JUDGED = """
+run: {{name: judged, steps: 1000}}
+nodes:
+  - host: local
+    slots: 4
+    pool: [rollout, auto, train, models]
+    env: {{OMP_NUM_THREADS: "1"}}
+model: {{path: {model}, max_len: 256}}
+models:
+  - {{name: judge, path: {model}, max_slots: 2, max_len: 512, vllm_args: [--max-num-seqs, "1"]}}
+planner: {{plan_interval: 2}}
+environment:
+  name: dataset
+  tasks: {rows}
+  tool_timeout_s: 300
+  args:
+    reward: judge
+    judge:
+      served: judge
+      prompt: "{{question}} {{answer}}"
+      scale: [0, 9]
+      body: {{max_tokens: 160, structured_outputs: {{regex: "x{{100}}score: [0-9]"}}}}
+rollout: {{group_size: 4, max_turns: 1, max_turn_tokens: 8, buckets: [{{max_num_seqs: 16}}]}}
+training:
+  groups_per_step: 4
+  learning_rate: 1e-6
+  max_staleness: 1
+  micro_batch_tokens: 2048
+  export: {{at_end: []}}
+"""
+"""A judge that answers one request at a time, at length."""
+
+
+@pytest.mark.nightly  # by an order, above
+def test_the_planner_gives_another_slot_to_a_judge_that_everybody_waits_for(tmp_path: Path) -> None:
+    with live(JUDGED.format(model=MODEL, rows=tasks(tmp_path)), tmp_path / "run", tmp_path) as run:
+        served = ("model", "serving", "judge")
+        run.wait("a slot more", lambda: slot(run, 1)[:3] == served, timeout_s=4 * START_S)
+        assert run.query("SELECT cause FROM plans WHERE plan = 1") == [("planner",)]
+        ((last,),) = run.query("SELECT max(step) FROM steps")
+        run.wait_step((last or 0) + 8, timeout_s=8 * STEP_S)
+        ((ended_at,),) = run.query("SELECT max(ended_at) FROM moves")
+        before = seconds(run, "ended_at < (SELECT min(started_at) FROM moves)")
+        after = seconds(run, f"started_at > {ended_at}")
+        assert fmean(after[2:]) < 0.8 * fmean(before), (before, after)
+        failed = run.query("SELECT count(*) FROM trajectories WHERE state = 'failed'")
+        assert failed == [(0,)], "somebody was given no answer"
+
+
 def check_what_they_said(run: Live) -> None:
     steps = [json.loads(text) for (text,) in run.query("SELECT batch_json FROM steps")]
     # The first version is the teacher's own, so that it has nothing to teach it.
@@ -97,6 +145,20 @@ def check_what_they_said(run: Live) -> None:
     assert len(rewards) > 2, "the judge gives one score"
     failed = run.query("SELECT count(*) FROM trajectories WHERE state = 'failed'")
     assert failed == [(0,)], "somebody was given no answer"
+
+
+def tasks(directory: Path) -> Path:
+    """A file of questions for the dataset's environment."""
+    rows = directory / "rows.jsonl"
+    asked = ({"prompt": [{"role": "user", "content": f"a={n}. a?"}]} for n in range(64))
+    rows.write_text("".join(json.dumps(one) + "\n" for one in asked))
+    return rows
+
+
+def seconds(run: Live, where: str) -> list[float]:
+    """Seconds of the steps ``where`` that holds, from the end of one to the end of the next."""
+    rows = run.query(f"SELECT ended_at FROM steps WHERE {where} ORDER BY step")
+    return [later - one for (one,), (later,) in pairwise(rows)]
 
 
 def slot(run: Live, index: int) -> tuple[Any, ...]:

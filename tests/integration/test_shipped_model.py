@@ -11,7 +11,12 @@ from safetensors.torch import load_file
 
 from tests.shipped_model import SHIPPED, made_in
 
-pytestmark = [pytest.mark.integration, pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.vllm,
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+]
 
 SUCCESS_APART = 0.1
 """Share of 256 episodes: three standard errors of a share of 0.3."""
