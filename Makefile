@@ -98,8 +98,8 @@ clients: $(VENV)/.stamp-dev ## install the agents' clients that tests play, outs
 light: $(VENV)/.stamp-test clients ## integration tests that may run side by side
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SLOWS) \
 	  -n $(JOBS) --dist loadfile --no-loadscope-reorder $(TOLD) -m "$(SLOW) and not alone" || \
-	  { [ $$? -eq 1 ] && echo "== FAILED BESIDE OTHERS, EACH TRIED ONCE MORE ALONE:" && \
-	  $(BIN)/python -m pytest $(SLOWS) --last-failed --last-failed-no-failures none -x -v $(TOLD) -m "$(SLOW) and not alone"; }
+	  { [ $$? -eq 1 ] && echo "== FAILED BESIDE OTHERS, TRIED ONCE MORE ALONE:" && \
+	  $(BIN)/python -m pytest $(SLOWS) --last-failed --last-failed-no-failures none --maxfail 5 -v $(TOLD) -m "$(SLOW) and not alone"; }
 
 heavy: $(VENV)/.stamp-test ## integration tests that want every core, one after the other
 	$(BIN)/python -m pytest $(ALONE) $(TOLD) -m "$(SLOW) and alone"

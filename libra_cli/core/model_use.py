@@ -29,8 +29,8 @@ _COUNTS = ("servers", "busy_s", "asked_s")
 @dataclass(frozen=True, slots=True)
 class ModelUse:
     """The use of a frozen model: ``servers`` that serve, their seconds with a request, the seconds
-    that requests were open, and how many were ``answered``; since the run began, or of a step.
-    ``open`` requests have no answer now."""
+    that requests were open, and how many (POST) were ``answered``; since the run began, or of a
+    step. ``open`` requests have no answer now."""
 
     model: str
     servers: float
@@ -70,6 +70,11 @@ class ModelUses:
             if before is not None and use.busy_s < before.busy_s:
                 self._told.pop(use.model, None)
             self._now[use.model] = use
+
+    @property
+    def since_begin(self) -> tuple[ModelUse, ...]:
+        """The use since the controller began."""
+        return tuple(self._now.values())
 
     @property
     def since_step(self) -> tuple[ModelUse, ...]:
@@ -194,15 +199,17 @@ class AskedModels:
         #: The steps under today's plan, and under the newest one before that had any.
         self._latest: deque[CountedUse] = deque(maxlen=steps)
         self._before: tuple[CountedUse, ...] = ()
-        self._ended = 0
+        #: Trajectories that have ended since the newest step, and since the run began.
+        self._ended = self._ever = 0
 
     def begin(self) -> None:
         """Take note that the run begins, or goes on: nothing is in play."""
-        self._ended = 0
+        self._ended = self._ever = 0
 
     def ended(self) -> None:
         """Count a trajectory that has ended."""
         self._ended += 1
+        self._ever += 1
 
     def new_plan(self) -> None:
         """Take note that what follows is under another plan."""
@@ -225,9 +232,13 @@ class AskedModels:
         return demands(counted, latest, trajectories)
 
     def last_asked(self, uses: Iterable[ModelUse]) -> int:
-        """Return how many trajectories wait for their last answer, by the ``uses`` since the newest
-        step: as many of the open requests of a model as of its answers ended a trajectory."""
-        shares = (min(1.0, self._ended / use.answered) * use.open for use in uses if use.answered)
+        """Return how many trajectories wait for their last answer, by the ``uses`` since the run
+        began: of a model's open requests the share of its answers that ended a trajectory; of
+        several models the most.
+
+        Limit: a trajectory that never asks a model counts as ended by it.
+        """
+        shares = (min(1.0, self._ever / use.answered) * use.open for use in uses if use.answered)
         return round(max(shares, default=0.0))
 
     def first_demands(

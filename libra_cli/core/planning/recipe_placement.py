@@ -132,9 +132,17 @@ class RecipePlacement:
         cost_s = moves_cost_s(profile, now.workload, today, chosen.layout)
         resized = self.elastic and then.train != now.plan.train
         restart_s = profile.moves.resize_s if resized else 0.0
+        # A step is under way in most cases, and half of it is left in the mean.
         step_end_s = fmean(step.train_s for step in now.measured) / 2 if now.measured else 0.0
-        cost_s += swaps_cost_s(profile, today, _swapped(now, then), restart_s + step_end_s)
-        return cost_s + restart_s
+        leave, arrive = _changed(now, then)
+        more_s = swaps_cost_s(
+            profile,
+            today,
+            leave=max(0, leave - max(0, chosen.layout.rollout_gpus - today.rollout_gpus)),
+            arrive=max(0, arrive - max(0, chosen.layout.training_gpus - today.training_gpus)),
+            wait_s=restart_s + step_end_s,
+        )
+        return cost_s + more_s + restart_s
 
     def _shapes(self, now: Observation, degrees: Set[int]) -> Iterator[tuple[Slot, ...]]:
         """The slots there are; in a run under way also with servers joined and split."""
@@ -195,16 +203,15 @@ class RecipePlacement:
         )
 
 
-def _swapped(now: Observation, then: Plan) -> int:
-    """GPUs that leave training for the policy's servers while as many others go the other way; a
-    slot without GPUs counts as one."""
+def _changed(now: Observation, then: Plan) -> tuple[int, int]:
+    """GPUs that leave training for the policy's servers, and that come to training; a slot without
+    GPUs counts as one."""
     sizes = {slot.id: slot.num_devices for slot in now.slots}
-    before, after = roles_of(now.plan), roles_of(then)
-    trained = {slot for slot, role in before.items() if role in _TRAINS}
-    trains = {slot for slot, role in after.items() if role in _TRAINS}
-    arrive = sum(sizes.get(slot, 1) for slot in trains - trained if slot in dict(now.plan.servers))
-    leave = sum(sizes.get(slot, 1) for slot in trained - trains if slot in dict(then.servers))
-    return min(arrive, leave)
+    serves = dict(then.servers)
+    trained = {*now.plan.train, *now.plan.gradient}
+    trains = {*then.train, *then.gradient}
+    leave = sum(sizes.get(slot, 1) for slot in trained - trains if slot in serves)
+    return leave, sum(sizes.get(slot, 1) for slot in trains - trained)
 
 
 def fixed_slots(

@@ -84,16 +84,20 @@ def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layo
     return cost + _prefill_again_s(profile, workload, today, then, moves)
 
 
-def swaps_cost_s(profile: Profile, today: Layout, gpus: int, wait_s: Seconds) -> Seconds:
-    """Seconds of the whole job that are lost where so many ``gpus`` leave training for servers
-    while as many others go the other way, which a layout does not tell.
+def swaps_cost_s(
+    profile: Profile, today: Layout, *, leave: int, arrive: int, wait_s: Seconds
+) -> Seconds:
+    """Seconds of the whole job that moves cost of which a layout does not tell, since as many GPUs
+    go the other way.
 
-    Both halves are without them meanwhile: rollout for the ``wait_s`` too until training lets go of
-    those that it has.
+    ``leave`` GPUs of training are to serve and replace servers that rollout gives up; it is without
+    them for the ``wait_s`` seconds until training releases them, and until their servers serve.
+    ``arrive`` GPUs are to train and replace others that leave, and training is without them until
+    their workers work.
     """
     prices = profile.moves
-    rollout_s = gpus * (wait_s + prices.arrive(1)) / max(1, today.rollout_gpus)
-    return rollout_s + gpus * prices.to_training_s / max(1, today.training_gpus)
+    rollout_s = leave * (wait_s + prices.arrive(1)) / max(1, today.rollout_gpus)
+    return rollout_s + arrive * prices.to_training_s / max(1, today.training_gpus)
 
 
 def _positive(counts: dict[int, int]) -> dict[int, int]:

@@ -3,7 +3,9 @@
 ``RunObserver.saw`` takes every record in the order it is written, so a live run, the simulator and
 a replay of a run's database (``runtime.store.replay``, for ``libra rebalance --dry-run`` and
 ``libra run --resume``) make the same observation of the same run. Windows: the trajectories of two
-steps and at least ``LEAST_SAMPLES``, ``RECENT_TURNS`` turns, ``RECENT_STEPS`` steps.
+steps and at least ``LEAST_SAMPLES``, ``RECENT_TURNS`` turns, ``RECENT_STEPS`` steps. Limit: until
+the first steps' worth is trained a live run and the simulator also know what waits for frozen
+models (``core.run.asked_now``), which is in no row.
 
 After a sudden change of the work (``core.run.change_point``) only the steps since count, and as
 many trajectories as they train: what was before is no evidence of what comes.
@@ -17,9 +19,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import exp, inf, log
 from statistics import fmean
-from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.survival import TurnSurvival, completed
@@ -31,7 +33,7 @@ from libra_cli.core.evidence import (
     TrainedStep,
 )
 from libra_cli.core.explanation import PastPrediction, past_prediction
-from libra_cli.core.model_use import AskedModels, ModelDemand, ModelUse, uses_of
+from libra_cli.core.model_use import AskedModels, ModelDemand, uses_of
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
 from libra_cli.core.planning.triggers import FILLING, steps_to_average
@@ -49,6 +51,7 @@ from libra_cli.core.records import (
     VersionRecord,
 )
 from libra_cli.core.rollout.staleness import StalenessRule, rule_of
+from libra_cli.core.run.asked_now import AskedNow, Member
 from libra_cli.core.run.change_point import WorkHistory
 from libra_cli.core.token_worth import WINDOW, BoundEvidence, StepWorth, settling, step_worth
 from libra_cli.core.types import Seconds, SlotId, Tokens, is_evaluation
@@ -64,9 +67,6 @@ RECENT_TOOLS = 1024
 """Newest turns that say how long tools and servers take now."""
 LEAST_STEPS = 2
 """Steps under one plan that it takes to price training."""
-
-Member: TypeAlias = tuple[int, int, int]
-"""The group, member and attempt numbers of a trajectory."""
 
 
 def workload_of(
@@ -131,8 +131,8 @@ class RunObserver:
         self._played_tokens: Tokens = 0
         self._measured: deque[MeasuredStep] = self._steps_kept()
         self._asked = AskedModels(RECENT)
-        #: The use of frozen models since the newest step, which is in no row.
-        self.uses: tuple[ModelUse, ...] = ()
+        #: What is in no row; nothing where only rows are known.
+        self.asked_now = AskedNow()
         self._lengths: deque[float] = deque(maxlen=RECENT)
         self._extras = _Extras()
         self._history = WorkHistory()
@@ -207,7 +207,7 @@ class RunObserver:
         if not self._samples:
             return None
         factor, since = self._conversations.tools.factor, self._history.since
-        done, alive = self._under_way if self._first else ((), ())
+        done, alive = self._under_way if self._first else ([], [])
         newest = [*self._first, *done] if self._first else list(self._samples)
         if since is not None:
             newest = newest[-since * self._recipe.trajectories_per_step :]
@@ -219,15 +219,16 @@ class RunObserver:
         return replace(work, models=asked)
 
     def first_demands(self, work: Workload) -> tuple[ModelDemand, ...]:
-        """What a step of this work asks of frozen models, by their ``uses`` before the first ends.
+        """What a step of this work asks of frozen models, by ``asked_now`` before the first ends.
 
-        They are in no row, so who observes a run by its rows knows it from the first step on.
+        Who observes a run by its rows knows it from the first step on.
         """
         turns = fmean(one.turns for one in self._samples) if self._samples else 1.0
-        done, alive = self._under_way
-        shares = [1.0] * len(done) + [min(1.0, one.turns / turns) for one in alive]
+        now, (_, alive) = self.asked_now, self._under_way
+        shares = [1.0] * self._asked.last_asked(now.all_uses)
+        shares += [min(1.0, one.turns / turns) for one in alive]
         seconds = self._in_play.at - self._began_at
-        return self._asked.first_demands(self.uses, seconds, shares, work.finished)
+        return self._asked.first_demands(now.uses, seconds, shares, work.finished)
 
     @property
     def staleness(self) -> BoundEvidence | None:
@@ -258,15 +259,17 @@ class RunObserver:
         return TurnSurvival(ended, (one.turns for one in alive)).error
 
     @property
-    def _under_way(self) -> tuple[tuple[TrajectorySample, ...], tuple[TrajectorySample, ...]]:
+    def _under_way(self) -> tuple[list[TrajectorySample], list[TrajectorySample]]:
         """The trajectories under way that have played all their turns, and the others.
 
-        Those wait for a frozen model's last answer. They are as many as ``AskedModels`` tells, and
-        have played no turn for longer than others.
+        Those wait for a frozen model's last answer: as many as ``AskedModels`` tells, taken to be
+        those that their environment has had for longest.
         """
-        alive = self._conversations.alive
-        done = min(len(alive), self._asked.last_asked(self.uses))
-        return alive[:done], alive[done:]
+        now, tool_s = self.asked_now, self._conversations.tool_s
+        asking = ((who, one) for who, one in now.asking.items() if not is_evaluation(who[0]))
+        done = dict(islice(asking, self._asked.last_asked(now.all_uses)))
+        ended = [replace(one, tool_s=tool_s(who)) for who, one in done.items()]
+        return ended, [one for who, one in self._conversations.alive.items() if who not in done]
 
     @property
     def signs(self) -> Mapping[str, float]:
@@ -462,11 +465,14 @@ class _Conversations:
         return played_turn(row, cached)
 
     @property
-    def alive(self) -> tuple[TrajectorySample, ...]:
-        """Return the trajectories under way, as far as they have come; those that have played no
-        turn for longest first."""
-        under_way = sorted(self._under_way.values(), key=lambda one: one.last.ended_at)
-        return tuple(one.so_far for one in under_way)
+    def alive(self) -> dict[Member, TrajectorySample]:
+        """Return the trajectories under way, as far as they have come."""
+        return {who: one.so_far for who, one in self._under_way.items()}
+
+    def tool_s(self, who: Member) -> Seconds:
+        """Seconds that a trajectory under way has waited for tools, until its last turn began."""
+        one = self._under_way.get(who)
+        return one.tool_s if one else 0.0
 
     def ended(self, row: TrajectoryRecord) -> TrajectorySample | None:
         """Return the trajectory's lengths; None if it never played a turn.

@@ -13,6 +13,7 @@ from libra_cli.core.observation import Observation
 from libra_cli.core.records import Record, StepRecord
 from libra_cli.core.rollout.groups import GroupState
 from libra_cli.core.run import evaluating
+from libra_cli.core.run.asked_now import asked_now
 from libra_cli.core.run.assembly import RunParts
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.types import Seconds
@@ -58,10 +59,13 @@ class RunWatch:
     def look(self, *, now: Seconds) -> list[Result]:
         """Ask the planner, if that is due by now."""
         controller, observer = self._parts.controller, self._observer
-        observer.uses = self._parts.ledger.models.since_step
         if observer.first_ended:
-            controller.glance(observer.first_ended, lambda: observer.first_error, now=now)
+            controller.glance(observer.first_ended, self._first_error, now=now)
         return controller.look(self.observe)
+
+    def _first_error(self) -> float:
+        self._observer.asked_now = asked_now(self._parts)
+        return self._observer.first_error
 
     @property
     def _ready_share(self) -> float:
@@ -74,6 +78,7 @@ class RunWatch:
         """Return the planner's observation of the run now; None
         before a trajectory has finished.
         """
+        self._observer.asked_now = asked_now(self._parts)
         workload, measured = self._observer.workload, self._observer.measured
         if workload is None:
             return None

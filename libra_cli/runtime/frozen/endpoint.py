@@ -77,6 +77,7 @@ class ModelsEndpoint:
                     continue
                 response = await self._tried(http, server, body)
             if response is not None:
+                server.answered += http.method == "POST"
                 return response
             failed.add(server)
 

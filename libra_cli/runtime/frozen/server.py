@@ -61,7 +61,9 @@ class FrozenServer:
         self.running = 0
         """Requests that it answers now, or that wait here for a seat on it."""
         self._seats = frozen.model.seats
-        self._seated = self._answered = 0
+        self._seated = 0
+        self.answered = 0
+        """Requests (POST) that it has answered."""
         self.leaving = False
         """Whether it takes no further request, since its slot is to do something else."""
         self.session: aiohttp.ClientSession | None = None
@@ -131,7 +133,7 @@ class FrozenServer:
             busy_s,
             self._seconds.request_s,
             open=self.running,
-            answered=self._answered,
+            answered=self.answered,
         )
 
     @property
@@ -152,7 +154,6 @@ class FrozenServer:
             yield
         finally:
             self._seated -= 1
-            self._answered += 1
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -181,6 +182,7 @@ class FrozenServer:
         """
         self._ended = asyncio.get_running_loop().create_future()
         self._lives += 1
+        self._digest = ""
         self._become(ReplicaState.STARTING)
         process = self.process
         await self._cluster.start(process)
@@ -196,6 +198,8 @@ class FrozenServer:
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
                 return self._ended.result()
+            if not self._digest:
+                return "its files were not compared"
             try:
                 self.session = session
                 self._serves()

@@ -129,6 +129,8 @@ def test_as_many_open_requests_are_the_last_as_answers_ended_a_trajectory() -> N
     assert asked.last_asked([customer, judge]) == 20
     assert asked.last_asked([ModelUse("judge", 1, 9.0, 9.0, open=20)]) == 0
     asked.step(10.0, (), is_planned=True)
+    assert asked.last_asked([judge]) == 20, "a step changes nothing of what the run has told"
+    asked.begin()
     assert asked.last_asked([judge]) == 0
 
 
@@ -138,6 +140,7 @@ def test_what_was_counted_before_the_first_step_is_told_at_any_time() -> None:
     assert book.since_step == (ModelUse("judge", 1, 10.0, 40.0),)
     book.take_metrics()
     assert book.since_step == (ModelUse("judge", 1, 0.0, 0.0),)
+    assert book.since_begin == (ModelUse("judge", 1, 10.0, 40.0),)
 
 
 def test_more_servers_share_what_is_asked() -> None:

@@ -20,9 +20,10 @@ from libra_cli.core.records import (
     TurnRecord,
     VersionRecord,
 )
+from libra_cli.core.run.asked_now import AskedNow
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.types import Plan
-from libra_cli.core.workload import BatchOverhead
+from libra_cli.core.workload import BatchOverhead, TrajectorySample
 from tests import sample_run, world
 
 TURN = TurnRecord(0, 0, 0, 0, "a/0", 1, 0.0, 0.0, 1.0, 100, 10, "stop", "", "[]")
@@ -121,24 +122,34 @@ def test_in_the_first_steps_those_under_way_count_as_long_as_they_will_be() -> N
     assert {sample.turns for sample in observer.workload.samples} == {1}
 
 
-def test_those_that_wait_for_a_judge_have_played_all_their_turns() -> None:
+def judged(turns: int) -> RunObserver:
+    """Of 40 trajectories of so many turns 30 have played them, and a judge has answered 10; the
+    rows of a last turn come with the answer. The others have played a turn of two."""
     recipe = world.recipe(**ROOM, training={"groups_per_step": 8, "max_staleness": 1})
     observer = RunObserver(recipe)
     observer.saw(record_of_plan(0, START, 0.0, "start", None))
-    for group in range(40):  # the first 30 end with two turns, and the judge answers one at a time
-        for turn in range(2 if group < 30 else 1):
-            ended_at = 2.0 + turn if group < 30 else 40.0
-            observer.saw(replace(TURN, group_id=group, turn=turn, ended_at=ended_at))
+    for group in range(40):
+        for turn in range(turns if group < 10 else turns - 1 if group < 30 else 1):
+            observer.saw(replace(TURN, group_id=group, turn=turn))
     for group in range(10):
-        observer.saw(replace(ENDED, group_id=group, turns=2, generated_tokens=20))
-    before = observer.first_error
-    observer.uses = (ModelUse("judge", 1, 40.0, 800.0, open=20, answered=10),)
-    assert observer.first_error < before
+        observer.saw(replace(ENDED, group_id=group, turns=turns, generated_tokens=10 * turns))
+    uses = (ModelUse("judge", 1, 40.0, 800.0, open=20, answered=10),)
+    ended = TrajectorySample(100, 10 * turns, turns=turns)
+    asking = {(group, 0, 0): ended for group in range(10, 30)}
+    observer.asked_now = AskedNow(uses, uses, {**asking, (30, 0, 0): TrajectorySample(100, 10)})
+    return observer
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_those_that_wait_for_a_judge_have_played_all_their_turns(turns: int) -> None:
+    observer = judged(turns)
     assert observer.workload is not None
-    assert [sample.turns for sample in observer.workload.samples] == [2] * 40
+    assert [sample.turns for sample in observer.workload.samples[:30]] == [turns] * 30
+    assert len(observer.workload.samples) == 40
     (judge,) = observer.first_demands(observer.workload)
-    # Thirty have asked, of which ten have an answer, and ten have played half of their turns.
-    assert judge.busy_s == pytest.approx(40 / 10 * 30 / 35 * observer.workload.finished)
+    # Thirty have asked, of which ten have an answer; the others have played a turn of ``turns``.
+    of_each = 40 / 10 * 30 / (30 + 10 / turns)
+    assert judge.busy_s == pytest.approx(of_each * observer.workload.finished)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])

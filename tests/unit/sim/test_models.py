@@ -73,7 +73,7 @@ def test_a_judge_that_holds_up_the_run_gets_slots_until_it_does_not() -> None:
     made, asks = recipe(steps=10, bound=1, groups=4), 10.0
     tape = decided_run(made, asks, 0)
     last = max(tape.plans.values(), key=lambda row: row.plan)
-    assert 2 <= len(last.models) <= 5
+    assert len(last.models) >= 2
     begun = static_run(recipe(steps=4, bound=1, groups=4), static_plan(made, 5, 1), asks, 0)
     steady = (tape.ended_at - tape.steps[6].ended_at) / 3
     assert steady < 0.5 * step_s(begun)

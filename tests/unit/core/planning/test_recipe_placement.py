@@ -15,6 +15,7 @@ from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.planner import Candidate, Decision, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement, _choices
 from libra_cli.core.planning.search import Layout, PlannerSettings, Times
+from libra_cli.core.planning.transition import moves_cost_s
 from libra_cli.core.types import Plan, Role, Slot
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
@@ -168,24 +169,39 @@ def test_taking_slots_from_the_core_costs_a_restart_of_it() -> None:
     assert moving.cost_s >= still.cost_s
 
 
-def test_slots_that_change_sides_with_others_cost_both_halves_their_time() -> None:
+@pytest.mark.parametrize("seen", [(MeasuredStep(20.0, 10.0, 0.0, 0.0, 1.0),), ()])
+def test_slots_that_change_sides_with_others_cost_both_halves_their_time(
+    seen: tuple[MeasuredStep, ...],
+) -> None:
+    """Slots of four GPUs, of which 16 serve and 16 train, one of them as a gradient worker."""
     recipe = recipe_of(4, slots=2)
-    slots = slots_of(recipe)
-    train = frozenset(f"n{index}/{slot}" for index in range(2) for slot in range(2))
-    today = plan_with(recipe, slots, train, "as given")
-    space, timed = RecipePlacement(recipe), [MeasuredStep(20.0, 10.0, 0.0, 0.0, 1.0)]
+    slots, core = slots_of(recipe), frozenset({"n0/0", "n0/1", "n1/0"})
 
-    def cost_s(other: frozenset[str]) -> float:
-        then = plan_with(recipe, slots, other, "others")
-        now = Observation(1, today, slots, work(3000), measured=tuple(timed))
-        chosen = Candidate(space.layout_of(then, slots), Times(1.0, 1.0), (), lambda: (then, slots))
-        return space.cost_s(now, chosen, then, PROFILE)
+    def plan(*beside: str, core: frozenset[str] = core) -> Plan:
+        return plan_with(recipe, slots, core, "as given", gradient=frozenset(beside))
 
-    prices, moved = PROFILE.moves, train - {"n1/1"} | {"n3/1"}
-    assert cost_s(train) == 0
-    waits_s = prices.resize_s + 10.0 / 2 + prices.arrive(1)
-    lost_s = 4 * waits_s / 16 + 4 * prices.to_training_s / 16  # four GPUs of a slot, 16 a half
-    assert cost_s(moved) == pytest.approx(prices.resize_s + lost_s)
+    space, today, prices = RecipePlacement(recipe), plan("n1/1"), PROFILE.moves
+    now = Observation(1, today, slots, work(3000), measured=seen)
+
+    def swap_s(then: Plan) -> float:
+        layout = space.layout_of(then, slots)
+        chosen = Candidate(layout, Times(1.0, 1.0), (), lambda: (then, slots))
+        before = moves_cost_s(PROFILE, now.workload, space.layout_of(today, slots), layout)
+        return space.cost_s(now, chosen, then, PROFILE) - before
+
+    ranks = space.layout_of(today, slots).training_gpus
+    served = space.layout_of(today, slots).rollout_gpus
+    step_end_s = 5.0 if seen else 0.0
+    assert swap_s(today) == 0
+    come_s = 4 * prices.to_training_s / ranks
+    leave_s = 4 * (step_end_s + prices.arrive(1)) / served
+    assert swap_s(plan("n3/1")) == pytest.approx(leave_s + come_s)
+    other = plan("n1/1", core=core - {"n1/0"} | {"n3/0"})  # the core restarts
+    restart_s = prices.resize_s + 4 * prices.resize_s / served
+    assert swap_s(other) == pytest.approx(leave_s + come_s + restart_s)
+    assert swap_s(plan("n3/0", "n3/1")) == pytest.approx(leave_s + come_s)  # two come, one leaves
+    by_a_model = replace(plan(), models=(("n3/1", "judge"),), servers=plan().servers[:-1])
+    assert swap_s(by_a_model) == pytest.approx(leave_s)
 
 
 def test_a_pinned_slot_stays_on_its_side() -> None:

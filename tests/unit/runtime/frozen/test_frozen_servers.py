@@ -339,6 +339,7 @@ def test_what_a_dead_server_had_not_answered_is_asked_again(play: Any) -> None:
         run.hosts.held.set()
         assert (await asked)[0] == 200
         assert len(run.hosts.asked) == 2
+        assert [use.answered for use in run.hosts.models.uses] == [1]
         assert (await run.until(slot, "serving")).restarts == 1
 
     play(scene)
@@ -701,14 +702,14 @@ def test_what_is_asked_is_counted_on_every_slot_and_stays_when_a_server_goes(pla
         asked = [asyncio.create_task(run.ask(n=number)) for number in range(4)]
         await until(lambda: len(run.hosts.asked) == 4)
         (use,) = run.hosts.models.uses
-        assert (use.model, use.servers) == ("judge", 3)
+        assert (use.model, use.servers, use.open, use.answered) == ("judge", 3, 4, 0)
         run.hosts.held.set()
         await asyncio.gather(*asked)
         (busy,) = run.hosts.models.uses
         assert busy.asked_s > busy.busy_s > 0.0, "two of them were open beside each other"
         await owner.perform(a.StopModel("a/0", 1))
         (left,) = run.hosts.models.uses
-        assert left.servers == 2
+        assert (left.servers, left.open, left.answered) == (2, 0, 4)
         assert (left.busy_s, left.asked_s) >= (busy.busy_s, busy.asked_s)
         counting = asyncio.create_task(owner.count())
         await until(lambda: bool(posted))
