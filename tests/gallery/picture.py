@@ -56,7 +56,7 @@ def _curve(facts: Facts) -> str:
         seeds = ", ".join(map(str, facts.further))
         words += f" (dashed: seeds {seeds})"
     if bands:
-        words += ', <tspan fill="var(--b)">pass@1</tspan> with 95 % intervals'
+        words += ', <tspan fill="var(--b)">pass@1</tspan> (95 %)'
         # The axis reaches from the evaluation before the first step to the one after the last.
         ends = [0, len(values)]
         series.append(Series(ends, [float("nan")] * 2, "b", "points"))
