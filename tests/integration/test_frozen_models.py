@@ -120,7 +120,8 @@ training:
 
 @pytest.mark.nightly  # by an order, above
 def test_the_planner_gives_another_slot_to_a_judge_that_everybody_waits_for(tmp_path: Path) -> None:
-    with live(JUDGED.format(model=MODEL, rows=tasks(tmp_path)), tmp_path / "run", tmp_path) as run:
+    rows = tasks(tmp_path, 4096)  # an answer is not asked for twice
+    with live(JUDGED.format(model=MODEL, rows=rows), tmp_path / "run", tmp_path) as run:
         served = ("model", "serving", "judge")
         run.wait("a slot more", lambda: slot(run, 1)[:3] == served, timeout_s=4 * START_S)
         assert run.query("SELECT cause FROM plans WHERE plan = 1") == [("planner",)]
@@ -145,10 +146,10 @@ def check_what_they_said(run: Live) -> None:
     assert failed == [(0,)], "somebody was given no answer"
 
 
-def tasks(directory: Path) -> Path:
-    """A file of questions for the dataset's environment."""
+def tasks(directory: Path, number: int = 64) -> Path:
+    """A file of so many questions for the dataset's environment."""
     rows = directory / "rows.jsonl"
-    asked = ({"prompt": [{"role": "user", "content": f"a={n}. a?"}]} for n in range(64))
+    asked = ({"prompt": [{"role": "user", "content": f"a={n}. a?"}]} for n in range(number))
     rows.write_text("".join(json.dumps(one) + "\n" for one in asked))
     return rows
 
