@@ -233,13 +233,14 @@ class AskedModels:
 
     def last_asked(self, uses: Iterable[ModelUse]) -> int:
         """Return how many trajectories wait for their last answer, by the ``uses`` since the run
-        began: of a model's open requests the share of its answers that ended a trajectory; of
-        several models the most.
+        began: for each model its open requests times the trajectories that an answer has ended, in
+        the mean; of several models the most.
 
-        Limit: a trajectory that never asks a model counts as ended by it.
+        Limit: a trajectory that never asks counts as ended by an answer, and one that waits until
+        its client may ask (a judge's ``concurrency``) has no open request.
         """
-        shares = (min(1.0, self._ever / use.answered) * use.open for use in uses if use.answered)
-        return round(max(shares, default=0.0))
+        counts = (use.open * self._ever / use.answered for use in uses if use.answered)
+        return round(max(counts, default=0.0))
 
     def first_demands(
         self,
@@ -248,10 +249,10 @@ class AskedModels:
         under_way: Sequence[float],
         trajectories: float,
     ) -> tuple[ModelDemand, ...]:
-        """Return what a step asks, by the ``uses`` in the ``seconds`` before the first one's end.
+        """Return what a step asks, by the ``uses`` in the ``seconds`` before the first step's end.
 
-        ``under_way`` are the shares, 0 to 1, of trajectories that have been played so far: so much
-        of what each asks has been asked, and is answered or open.
+        ``under_way`` are the shares, 0 to 1, of trajectories that have been played so far: as much
+        of what each asks is taken to have been asked, and is answered or open.
         """
         return tuple(
             demand for use in uses for demand in self._first(use, seconds, under_way, trajectories)

@@ -151,11 +151,12 @@ def tasks(directory: Path, number: int = 64) -> Path:
 
 
 def both_answer(run: Live) -> bool:
-    """Whether servers of the judge were busy for longer than a step took: more than one was."""
+    """Whether servers of the judge were busy for longer than a step took, and the second by which
+    counts are late: more than one was."""
     rows = run.query("SELECT step, ended_at, batch_json FROM steps ORDER BY step")
     return any(
         (told := json.loads(text))["models/judge/servers"] == 2
-        and told["models/judge/busy_s"] > 1.2 * (ended_at - before)
+        and told["models/judge/busy_s"] > 1.2 * (ended_at - before) + 1
         for (_, before, _), (_, ended_at, text) in pairwise(rows)
     )
 

@@ -134,7 +134,8 @@ class RecipePlacement:
         restart_s = profile.moves.resize_s if resized else 0.0
         # A step is under way in most cases, and half of it is left in the mean.
         step_end_s = fmean(step.train_s for step in now.measured) / 2 if now.measured else 0.0
-        leave, arrive = _changed(now, then)
+        slots = (*slots_of(self.recipe), *now.slots)
+        leave, arrive = _changed(now.plan, then, {slot.id: slot.num_devices for slot in slots})
         more_s = swaps_cost_s(
             profile,
             today,
@@ -203,13 +204,11 @@ class RecipePlacement:
         )
 
 
-def _changed(now: Observation, then: Plan) -> tuple[int, int]:
+def _changed(today: Plan, then: Plan, sizes: Mapping[SlotId, int]) -> tuple[int, int]:
     """GPUs that leave training for the policy's servers, and that come to training; a slot without
     GPUs counts as one."""
-    sizes = {slot.id: slot.num_devices for slot in now.slots}
     serves = dict(then.servers)
-    trained = {*now.plan.train, *now.plan.gradient}
-    trains = {*then.train, *then.gradient}
+    trained, trains = {*today.train, *today.gradient}, {*then.train, *then.gradient}
     leave = sum(sizes.get(slot, 1) for slot in trained - trains if slot in serves)
     return leave, sum(sizes.get(slot, 1) for slot in trains - trained)
 

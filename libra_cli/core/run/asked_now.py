@@ -9,6 +9,7 @@ from typing import TypeAlias
 from libra_cli.core.model_use import ModelUse
 from libra_cli.core.rollout.active import ActiveTrajectory, Stage
 from libra_cli.core.run.assembly import RunParts
+from libra_cli.core.types import Seconds
 from libra_cli.core.workload import TrajectorySample
 
 Member: TypeAlias = tuple[int, int, int]
@@ -16,36 +17,43 @@ Member: TypeAlias = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class AskedNow:
-    """The ``uses`` of frozen models since the newest step, and in ``all_uses`` since the controller
-    began.
+class Asking:
+    """A trajectory that waits for its environment or its judge: the tokens and turns that it has,
+    without its seconds in tools, and when its last turn was asked for."""
 
-    ``asking`` are the trajectories that their environment has now, or who judges their tokens: as
-    far as they have come, those that are there for longest first.
-    """
+    so_far: TrajectorySample
+    queued_at: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class AskedNow:
+    """The ``uses`` of frozen models since the newest step, in ``all_uses`` since the controller
+    began, and the trajectories that wait for their environment or for who judges their tokens:
+    those first that have played all their turns, then those that have waited longest."""
 
     uses: tuple[ModelUse, ...] = ()
     all_uses: tuple[ModelUse, ...] = ()
-    asking: Mapping[Member, TrajectorySample] = field(default_factory=dict)
+    asking: Mapping[Member, Asking] = field(default_factory=dict)
 
 
 def asked_now(parts: RunParts) -> AskedNow:
-    """Read it from the parts of a run."""
+    """Return what the run asks of frozen models now."""
     models = parts.ledger.models
     asking = [
         active
         for active in parts.rollout.active.values()
         if active.stage in (Stage.ADVANCING, Stage.TAUGHT)
     ]
-    asking.sort(key=lambda active: active.asked_at)
+    asking.sort(key=lambda active: (active.stage is not Stage.TAUGHT, active.asked_at))
     return AskedNow(
-        models.since_step, models.since_begin, {one.trajectory.id: _so_far(one) for one in asking}
+        models.since_step, models.since_begin, {one.trajectory.id: _asking(one) for one in asking}
     )
 
 
-def _so_far(active: ActiveTrajectory) -> TrajectorySample:
+def _asking(active: ActiveTrajectory) -> Asking:
     trajectory = active.trajectory
     generated, context = max(1, trajectory.generated), len(trajectory.token_ids)
     prompt = min(active.prompt, max(0, context - generated))
     observed = max(0, context - generated - prompt)
-    return TrajectorySample(prompt, generated, observed, max(1, trajectory.turns))
+    so_far = TrajectorySample(prompt, generated, observed, max(1, trajectory.turns))
+    return Asking(so_far, active.queued_at)

@@ -219,11 +219,11 @@ class RunObserver:
         return replace(work, models=asked)
 
     def first_demands(self, work: Workload) -> tuple[ModelDemand, ...]:
-        """What a step of this work asks of frozen models, by ``asked_now`` before the first ends.
+        """What a step of this work asks of frozen models, by ``asked_now`` before a step has ended.
 
         Who observes a run by its rows knows it from the first step on.
         """
-        turns = fmean(one.turns for one in self._samples) if self._samples else 1.0
+        turns = fmean(one.turns for one in work.samples)
         now, (_, alive) = self.asked_now, self._under_way
         shares = [1.0] * self._asked.last_asked(now.all_uses)
         shares += [min(1.0, one.turns / turns) for one in alive]
@@ -260,16 +260,20 @@ class RunObserver:
 
     @property
     def _under_way(self) -> tuple[list[TrajectorySample], list[TrajectorySample]]:
-        """The trajectories under way that have played all their turns, and the others.
+        """The trajectories under way that have played all their turns, and others that have played
+        a turn.
 
-        Those wait for a frozen model's last answer: as many as ``AskedModels`` tells, taken to be
-        those that their environment has had for longest.
+        The former wait for a frozen model's last answer. They are as many as ``AskedModels`` tells,
+        and taken to be the first of those that wait for their environment.
         """
-        now, tool_s = self.asked_now, self._conversations.tool_s
-        asking = ((who, one) for who, one in now.asking.items() if not is_evaluation(who[0]))
-        done = dict(islice(asking, self._asked.last_asked(now.all_uses)))
-        ended = [replace(one, tool_s=tool_s(who)) for who, one in done.items()]
-        return ended, [one for who, one in self._conversations.alive.items() if who not in done]
+        now, conversations = self.asked_now, self._conversations
+        done = dict(islice(now.asking.items(), self._asked.last_asked(now.all_uses)))
+        ended = [
+            replace(one.so_far, tool_s=conversations.tool_s(who, one.queued_at))
+            for who, one in done.items()
+            if not is_evaluation(who[0])
+        ]
+        return ended, [one for who, one in conversations.alive.items() if who not in done]
 
     @property
     def signs(self) -> Mapping[str, float]:
@@ -469,10 +473,11 @@ class _Conversations:
         """Return the trajectories under way, as far as they have come."""
         return {who: one.so_far for who, one in self._under_way.items()}
 
-    def tool_s(self, who: Member) -> Seconds:
-        """Seconds that a trajectory under way has waited for tools, until its last turn began."""
+    def tool_s(self, who: Member, queued_at: Seconds) -> Seconds:
+        """Seconds that a trajectory under way has waited for tools until ``queued_at``, when its
+        last turn was asked for."""
         one = self._under_way.get(who)
-        return one.tool_s if one else 0.0
+        return one.tool_s + max(0.0, queued_at - one.last.ended_at) if one else 0.0
 
     def ended(self, row: TrajectoryRecord) -> TrajectorySample | None:
         """Return the trajectory's lengths; None if it never played a turn.

@@ -27,6 +27,8 @@ from libra_cli.runtime.processes.loopback import LoopbackServer
 
 MAX_BODY_BYTES = 64 * 1024**2
 _PASSED_ON = ("Content-Type", "Retry-After")
+_REFUSED = 400
+"""The status from which on an answer is none."""
 _FAILED = 500
 """The status from which on an answer is the server's fault."""
 _NO_LIMIT = aiohttp.ClientTimeout(total=None)
@@ -77,7 +79,7 @@ class ModelsEndpoint:
                     continue
                 response = await self._tried(http, server, body)
             if response is not None:
-                server.answered += http.method == "POST"
+                server.answered += http.method == "POST" and response.status < _REFUSED
                 return response
             failed.add(server)
 

@@ -127,6 +127,8 @@ def test_as_many_open_requests_are_the_last_as_answers_ended_a_trajectory() -> N
         asked.ended()
     assert asked.last_asked([customer]) == 6  # 12 of 60 answers
     assert asked.last_asked([customer, judge]) == 20
+    # Equal questions are asked once: an answer ends three trajectories.
+    assert asked.last_asked([ModelUse("judge", 1, 9.0, 9.0, open=20, answered=4)]) == 60
     assert asked.last_asked([ModelUse("judge", 1, 9.0, 9.0, open=20)]) == 0
     asked.step(10.0, (), is_planned=True)
     assert asked.last_asked([judge]) == 20, "a step changes nothing of what the run has told"

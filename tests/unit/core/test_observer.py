@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import exp, inf, log
-from typing import Any
+from statistics import fmean
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from libra_cli.core.model_use import ModelUse
+from libra_cli.core.model_use import ModelUse, ModelUses
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.records import (
     DecisionRecord,
@@ -20,9 +22,11 @@ from libra_cli.core.records import (
     TurnRecord,
     VersionRecord,
 )
-from libra_cli.core.run.asked_now import AskedNow
+from libra_cli.core.rollout.active import ActiveTrajectory, Stage
+from libra_cli.core.run.asked_now import AskedNow, Asking, asked_now
+from libra_cli.core.run.assembly import RunParts
 from libra_cli.core.run.observer import RunObserver
-from libra_cli.core.types import Plan
+from libra_cli.core.types import EVALUATION_GROUPS, Plan, Trajectory, TrajectoryId
 from libra_cli.core.workload import BatchOverhead, TrajectorySample
 from tests import sample_run, world
 
@@ -123,20 +127,23 @@ def test_in_the_first_steps_those_under_way_count_as_long_as_they_will_be() -> N
 
 
 def judged(turns: int) -> RunObserver:
-    """Of 40 trajectories of so many turns 30 have played them, and a judge has answered 10; the
-    rows of a last turn come with the answer. The others have played a turn of two."""
+    """Of 40 trajectories of so many turns 30 have played them, with three seconds of a tool between
+    two, and a judge has answered 10; the rows of a last turn come with the answer. The others have
+    played a turn."""
     recipe = world.recipe(**ROOM, training={"groups_per_step": 8, "max_staleness": 1})
     observer = RunObserver(recipe)
     observer.saw(record_of_plan(0, START, 0.0, "start", None))
     for group in range(40):
         for turn in range(turns if group < 10 else turns - 1 if group < 30 else 1):
-            observer.saw(replace(TURN, group_id=group, turn=turn))
+            row = replace(TURN, group_id=group, turn=turn, queued_at=4.0 * turn)
+            observer.saw(replace(row, ended_at=row.queued_at + 1))
     for group in range(10):
         observer.saw(replace(ENDED, group_id=group, turns=turns, generated_tokens=10 * turns))
     uses = (ModelUse("judge", 1, 40.0, 800.0, open=20, answered=10),)
-    ended = TrajectorySample(100, 10 * turns, turns=turns)
-    asking = {(group, 0, 0): ended for group in range(10, 30)}
-    observer.asked_now = AskedNow(uses, uses, {**asking, (30, 0, 0): TrajectorySample(100, 10)})
+    ended = Asking(TrajectorySample(100, 10 * turns, turns=turns), queued_at=4.0 * (turns - 1))
+    # An evaluation waits too, and so does one that a tool has not answered.
+    asking = {(group, 0, 0): ended for group in (EVALUATION_GROUPS, *range(11, 30))}
+    observer.asked_now = AskedNow(uses, uses, {**asking, (30, 0, 0): ended})
     return observer
 
 
@@ -144,12 +151,35 @@ def judged(turns: int) -> RunObserver:
 def test_those_that_wait_for_a_judge_have_played_all_their_turns(turns: int) -> None:
     observer = judged(turns)
     assert observer.workload is not None
-    assert [sample.turns for sample in observer.workload.samples[:30]] == [turns] * 30
-    assert len(observer.workload.samples) == 40
+    samples = observer.workload.samples
+    assert [sample.turns for sample in samples[:29]] == [turns] * 29
+    assert {sample.tool_s for sample in samples[:29]} == {3.0 * (turns - 1)}
+    assert len(samples) == (39 if turns == 1 else 40)  # the one that is left has played no turn
     (judge,) = observer.first_demands(observer.workload)
-    # Thirty have asked, of which ten have an answer; the others have played a turn of ``turns``.
-    of_each = 40 / 10 * 30 / (30 + 10 / turns)
-    assert judge.busy_s == pytest.approx(of_each * observer.workload.finished)
+    # Thirty have asked, of which ten have an answer; the others have played a turn.
+    others = (len(samples) - 29) / fmean(sample.turns for sample in samples)
+    assert judge.busy_s == pytest.approx(40 / 10 * 30 / (30 + others) * observer.workload.finished)
+
+
+def test_what_waits_for_its_environment_is_told_those_first_that_are_over() -> None:
+    def active(group: int, stage: Stage, asked_at: float) -> ActiveTrajectory:
+        trajectory = Trajectory(id=TrajectoryId(group, 0))
+        trajectory.token_ids.extend(range(30))
+        trajectory.generated, trajectory.turns = 12, 2
+        return ActiveTrajectory(trajectory, stage, asked_at=asked_at, queued_at=7.0, prompt=10)
+
+    stages = [Stage.GENERATING, Stage.ADVANCING, Stage.ADVANCING, Stage.TAUGHT, Stage.WAITING]
+    playing = [
+        active(*one) for one in zip(range(5), stages, (1.0, 3.0, 2.0, 4.0, 5.0), strict=True)
+    ]
+    uses = ModelUses()
+    uses.saw([ModelUse("judge", 1, 1.0, 2.0, open=3, answered=4)])
+    rollout = SimpleNamespace(active={one.trajectory.id: one for one in playing})
+    parts = SimpleNamespace(rollout=rollout, ledger=SimpleNamespace(models=uses))
+    told = asked_now(cast(RunParts, parts))
+    assert [group for group, *_ in told.asking] == [3, 2, 1]
+    assert told.asking[2, 0, 0] == Asking(TrajectorySample(10, 12, 8, turns=2), queued_at=7.0)
+    assert told.uses == told.all_uses == (ModelUse("judge", 1, 1.0, 2.0, open=3, answered=4),)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
