@@ -41,7 +41,9 @@ def check(
     ],
     base: Annotated[
         str | None,
-        typer.Option(help="What images are made upon: host, or an unpacked root directory."),
+        typer.Option(
+            help="What images are made upon: host, podman, or an unpacked root directory."
+        ),
     ] = None,
     processes: Annotated[int, typer.Option(min=1, help="Tasks at the same time.")] = 2,
 ) -> None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 HOST = "host"
-"""What ``base`` of ``harbor`` may be in place of a path: the host's own programs and libraries."""
+PODMAN = "podman"
+"""What ``base`` of ``harbor`` may be in place of a path: the host's own programs and libraries, or
+the image that a task names, unpacked by podman."""
 _PATHS: Mapping[str, tuple[str, ...]] = {
     "harbor": ("tasks", "base", "bases", "cache"),
     "textworld": ("games",),
@@ -23,7 +25,7 @@ def absolute(environment: str, arguments: Mapping[str, Any], directory: Path) ->
     """
 
     def found(path: str) -> str:
-        if path == HOST or path.startswith("~"):
+        if path in (HOST, PODMAN) or path.startswith("~"):
             return path
         beside = (directory / path).resolve()
         return str(Path(path).resolve() if Path(path).exists() and not beside.exists() else beside)

@@ -16,9 +16,9 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from libra_cli.config.errors import EnvironmentBroken
@@ -34,14 +34,17 @@ with the same tasks."""
 
 @dataclass(frozen=True, slots=True)
 class Builder:
-    """Where images are kept, and what they are made in."""
+    """Where images are kept, and what they are made in: a sandbox, and ``env``, the variables of
+    the base."""
 
     cache: Path
     spec: SandboxSpec
+    env: Mapping[str, str] = field(default_factory=dict)
 
     def is_made(self, image: Image) -> bool:
         """Say whether the files of an image are here already."""
-        return self._file(image).exists()
+        has_base = self.spec.root is None or Path(self.spec.root).is_dir()
+        return has_base and self._file(image).exists()
 
     def make(self, image: Image, timeout_s: float) -> None:
         """Make an image unless it was made before; a step may take ``timeout_s`` seconds.
@@ -70,7 +73,7 @@ class Builder:
         """Hold the file of an image, which nobody removes meanwhile."""
         file = self._file(image)
         try:
-            with _alone(file):
+            with alone(file):
                 if not file.exists():
                     self._make(image, file, timeout_s)
                     _remove_unused(self.cache)
@@ -97,7 +100,7 @@ class Builder:
                 if isinstance(step, CopyStep):
                     _copy(sandbox, step)
                 else:
-                    _run(sandbox, step, timeout_s)
+                    _run(sandbox, step, self.env, timeout_s)
             _keep(sandbox.snapshot(), file)
 
 
@@ -152,8 +155,8 @@ def _is_directory(sandbox: Sandbox, path: str) -> bool:
     return sandbox.run(["/bin/sh", "-c", f"test -d {quoted(path)}"], cwd="/").code == 0
 
 
-def _run(sandbox: Sandbox, step: RunStep, timeout_s: float) -> None:
-    env = {"PATH": PATH, "HOME": HOME, **step.env}
+def _run(sandbox: Sandbox, step: RunStep, base: Mapping[str, str], timeout_s: float) -> None:
+    env = {"PATH": PATH, "HOME": HOME, **base, **step.env}
     done = sandbox.run(step.command, cwd=step.cwd, env=env, timeout_s=timeout_s)
     if not done.code and not done.timed_out:
         return
@@ -173,7 +176,7 @@ _FETCHERS = ("apt", "pip", "uv ", "curl", "wget", "npm", "git clone", "apk")
 
 
 @contextmanager
-def _alone(file: Path) -> Iterator[None]:
+def alone(file: Path) -> Iterator[None]:
     """Keep other threads and processes from making the same image."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.with_suffix(".lock").open("w") as lock:

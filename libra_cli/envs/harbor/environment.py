@@ -19,9 +19,10 @@ from libra_cli.envs.harbor.builder import Builder
 from libra_cli.envs.harbor.dataset import TaskFilter, TaskSet, Unplayable, read_tasks
 from libra_cli.envs.harbor.episode import TOOLS, TaskEpisode, resolved
 from libra_cli.envs.harbor.image import Image, read_image
+from libra_cli.envs.harbor.podman import PodmanImage
 from libra_cli.envs.harbor.task_file import TASK_FILE, HarborTask
 from libra_cli.envs.harbor.task_sandbox import TaskSandbox
-from libra_cli.envs.paths import HOST
+from libra_cli.envs.paths import HOST, PODMAN
 from libra_cli.envs.protocol import Message, Task, ToolCall, ToolSchema
 from libra_cli.envs.sandbox.sandboxes import Sandboxes
 from libra_cli.envs.sandbox.spec import SandboxSpec
@@ -38,7 +39,8 @@ class Harbor:
     """The environment of one task.
 
     ``tasks`` is a directory of task directories. ``base`` is what every image is made upon: host,
-    or a directory with the root of an unpacked image; ``bases`` names one for each FROM instead.
+    a directory with the root of an unpacked image, or podman, which fetches what FROM names;
+    ``bases`` names one for each FROM instead.
     ``names``, ``difficulty`` and ``category`` choose tasks; ``unplayable: skip`` leaves out those
     that cannot be played. ``reward`` is the name of the reward, where tests write several.
     ``variables`` are what a task's ``${NAME}`` stand for. With
@@ -109,6 +111,7 @@ class Harbor:
         """
         found = self._tasks.named(task.get("task"))
         image = _image_of(found)
+        self._fetch(image)
         self._builder_of(found, image).make(image, found.build_timeout_s)
 
     def reset(self, task: Task, seed: int) -> list[Message]:
@@ -119,7 +122,9 @@ class Harbor:
         """
         found = self._tasks.named(task.get("task"))
         image = _image_of(found)
-        env = {**image.env, **resolved(found, found.env, self._variables)}
+        base = self._fetch(image)
+        env = base.env if base else {}
+        env |= {**image.env, **resolved(found, found.env, self._variables)}
         self._workdir = found.workdir or image.workdir
         opened = self._builder_of(found, image).opened(image, found.build_timeout_s)
         inside = TaskSandbox(opened, self._workdir, env)
@@ -178,7 +183,19 @@ class Harbor:
         return self._episode
 
     def _builder_of(self, task: HarborTask, image: Image) -> Builder:
-        return Builder(self._cache, self._spec_of(task, image))
+        base = self._fetched(image)
+        env = base.env if base and base.is_unpacked else {}
+        return Builder(self._cache, self._spec_of(task, image), env)
+
+    def _fetched(self, image: Image) -> PodmanImage | None:
+        """What podman is to unpack for an image, or has unpacked; None where it does not."""
+        is_podmans = self._bases.get(image.base, self._base) == PODMAN
+        return PodmanImage(image.base, self._cache) if is_podmans else None
+
+    def _fetch(self, image: Image) -> PodmanImage | None:
+        if (base := self._fetched(image)) is not None:
+            base.unpack()
+        return base
 
     def _spec_of(self, task: HarborTask, image: Image) -> SandboxSpec:
         """What the recipe allows, on the task's base, and no more than the task asks for."""
@@ -197,11 +214,13 @@ class Harbor:
         if base is None:
             raise EnvironmentBroken(
                 f"{image.where}: FROM {image.base}: no base has this name",
-                hint=f"environment.args: {{bases: {{'{image.base}': DIR}}}} or {{base: host}}; "
-                "libra tasks check takes that as --base host",
+                hint=f"environment.args: {{bases: {{'{image.base}': DIR}}}}, {{base: podman}} or "
+                "{base: host}; libra tasks check takes that as --base",
             )
         if base == HOST:
             return None
+        if (fetched := self._fetched(image)) is not None:
+            return str(fetched.root.resolve())
         if not (root := Path(base).expanduser()).is_dir():
             raise EnvironmentBroken(f"the base {base} of {image.base} is no directory")
         return str(root.resolve())
