@@ -264,10 +264,12 @@ class RunObserver:
         a turn.
 
         The former wait for a frozen model's last answer. They are as many as ``AskedModels`` tells,
-        and taken to be the first of those that wait for their environment.
+        and taken to be the first of those that wait for their environment; none where that is less
+        than half of these, which may wait for tools.
         """
         now, conversations = self.asked_now, self._conversations
-        done = dict(islice(now.asking.items(), self._asked.last_asked(now.all_uses)))
+        last = self._asked.last_asked(now.all_uses)
+        done = dict(islice(now.asking.items(), last if 2 * last > len(now.asking) else 0))
         ended = [
             replace(one.so_far, tool_s=conversations.tool_s(who, one.queued_at))
             for who, one in done.items()
