@@ -54,7 +54,7 @@ from libra_cli.bench.results import (
 )
 from libra_cli.core.costs.profile import MoveCost
 from libra_cli.core.planning.rollout_table import DEFAULT_SEATS, PlannedBucket
-from libra_cli.core.planning.search import Layout
+from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.training_table import TrainingTable
 from libra_cli.core.planning.transition import moves_cost_s
 from libra_cli.core.types import Seconds
@@ -276,10 +276,11 @@ class _Case:
 
     def _contenders(self, job: Job) -> dict[str, Job]:
         runs = {layout: ended for layout, (_, ended) in self.static_runs[job.seed].items()}
-        profile, work = job.profile, job.workload
+        profile = job.profile
+        search = Search(profile, job.workload, job.gpus, job.settings)
 
         def paid(today: Layout, then: Layout) -> Seconds:
-            return moves_cost_s(profile, work, today, then)
+            return moves_cost_s(search, today, then)
 
         free = replace(profile, moves=MoveCost(0.0, 0.0, 0.0, {}))
         script, loose = best_script(runs, paid), best_script(runs, lambda today, then: 0.0)

@@ -80,6 +80,12 @@ class Observation:
     sync_s: Seconds = 0.0
     staleness: BoundEvidence | None = None
 
+    @property
+    def step_end_s(self) -> Seconds:
+        """Expected seconds until a training step ends: one is under way in most cases, and half of
+        it is left in the mean."""
+        return fmean(step.train_s for step in self.measured) / 2 if self.measured else 0.0
+
 
 class InPlay:
     """The number of trajectories in play, integrated over time."""

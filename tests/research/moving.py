@@ -46,7 +46,7 @@ from libra_cli.bench.regret import (
     part_seconds,
 )
 from libra_cli.bench.results import CLAIRVOYANT, interval
-from libra_cli.core.planning.search import Layout
+from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.transition import moves_cost_s
 from libra_cli.core.types import Seconds
 from libra_cli.sim.profiles import load_profile
@@ -157,11 +157,13 @@ class Case:
 
     def _scripted(self, seed: int, kind: str) -> Job:
         ended = {each: self.done[key_of(self._static(seed, each))].ended for each in self.finalists}
+        job = self.job
+        search = Search(job.profile, job.workload, job.gpus, job.settings)
 
         def cost_s(today: Layout, then: Layout) -> Seconds:
             if kind == "free":
                 return 0.0
-            return moves_cost_s(self.job.profile, self.job.workload, today, then)
+            return moves_cost_s(search, today, then)
 
         script = best_script(ended, cost_s)
         return replace(self._job(seed, CLAIRVOYANT), start=script[0], script=script)

@@ -157,7 +157,7 @@ def decided(
         moves=space.moves(now, plan, slots, profile),
         before=before,
         after=after,
-        cost_s=space.cost_s(now, candidate, plan, profile),
+        cost_s=space.cost_s(now, candidate, plan, search),
         horizon=float("inf"),
         reasons=(reason,),
         why_not=why_not,

@@ -26,7 +26,7 @@ from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_table import PlannedBucket, planned_buckets
 from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.training_table import TrainingTable
-from libra_cli.core.planning.transition import moves_between, moves_cost_s
+from libra_cli.core.planning.transition import layout_that_stays, moves_between, moves_cost_s
 from libra_cli.core.types import Bucket, Plan, Pool, Role, Seconds, Slot, SlotId, Tokens
 
 NODE_GPUS = 8
@@ -295,13 +295,19 @@ class GpuPlacement:
             if (role := after.get(slot, "idle")) != before.get(slot, "idle")
         )
 
-    def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
+    def cost_s(self, now: Observation, chosen: Candidate, then: Plan, search: Search) -> Seconds:
         """Return the cost of the moves, in seconds of the whole job,
         with a restart of the base group.
         """
-        today = self.layout_of(now.plan, now.slots)
-        cost_s = moves_cost_s(profile, now.workload, today, chosen.layout)
-        return cost_s + (profile.moves.resize_s if then.train != now.plan.train else 0.0)
+        _, slots = chosen.place()
+        return moves_cost_s(
+            search,
+            self.layout_of(now.plan, now.slots),
+            chosen.layout,
+            layout_that_stays(self.layout_of, now, then, slots),
+            restart_s=search.profile.moves.resize_s if then.train != now.plan.train else 0.0,
+            step_end_s=now.step_end_s,
+        )
 
     def _colocated(self, layout: Layout) -> tuple[Plan, tuple[Slot, ...]]:
         servers = self._grid.servers(layout.servers, ())

@@ -111,7 +111,7 @@ class PlacementSpace(Protocol):
     ) -> tuple[SlotMove, ...]:
         """Return the moves of all slots whose role changes."""
 
-    def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
+    def cost_s(self, now: Observation, chosen: Candidate, then: Plan, search: Search) -> Seconds:
         """Return the cost of the moves, in seconds of the whole job."""
 
 
@@ -317,7 +317,7 @@ class Planner:
 
         def seconds(each: Candidate) -> Seconds:
             then, _ = each.place()
-            return each.times.step_s + self.space.cost_s(now, each, then, found.profile) / steps
+            return each.times.step_s + self.space.cost_s(now, each, then, found.search) / steps
 
         return self._nearest([(seconds(each), each) for each in candidates])
 
@@ -335,7 +335,7 @@ class Planner:
     ) -> Decision:
         plan, slots = chosen.place()
         moves = self.space.moves(now, plan, slots, found.profile)
-        cost_s = self.space.cost_s(now, chosen, plan, found.profile)
+        cost_s = self.space.cost_s(now, chosen, plan, found.search)
         steps = _horizon(now)
         admission = replace(self.admission, horizon=steps)
         why_not = admission.why_not(before, chosen.times, cost_s) if moves else NEAR

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import fmean
 
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import NothingFits, Profile, ProfileError
@@ -35,7 +34,7 @@ from libra_cli.core.planning.idle_servers import idle_servers
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_table import planned_buckets
 from libra_cli.core.planning.search import Layout, Search
-from libra_cli.core.planning.transition import moves_cost_s, swaps_cost_s
+from libra_cli.core.planning.transition import layout_that_stays, moves_cost_s
 from libra_cli.core.types import Plan, Pool, Role, Seconds, Slot, SlotId
 
 TRAIN, GRADIENT, IDLE = "train", "gradient", "idle"
@@ -125,25 +124,18 @@ class RecipePlacement:
             moves.append(SlotMove(slot.id, old, new, seconds))
         return tuple(moves)
 
-    def cost_s(self, now: Observation, chosen: Candidate, then: Plan, profile: Profile) -> Seconds:
-        """Return the cost of the moves in seconds, with that of slots that change sides with
-        others, and with a restart where the base group changes."""
-        today = self.layout_of(now.plan, now.slots)
-        cost_s = moves_cost_s(profile, now.workload, today, chosen.layout)
+    def cost_s(self, now: Observation, chosen: Candidate, then: Plan, search: Search) -> Seconds:
+        """Return the cost of the moves in seconds, with a restart where the base group changes."""
+        _, slots = chosen.place()
         resized = self.elastic and then.train != now.plan.train
-        restart_s = profile.moves.resize_s if resized else 0.0
-        # A step is under way in most cases, and half of it is left in the mean.
-        step_end_s = fmean(step.train_s for step in now.measured) / 2 if now.measured else 0.0
-        slots = (*slots_of(self.recipe), *now.slots)
-        leave, arrive = _changed(now.plan, then, {slot.id: slot.num_devices for slot in slots})
-        more_s = swaps_cost_s(
-            profile,
-            today,
-            leave=max(0, leave - max(0, chosen.layout.rollout_gpus - today.rollout_gpus)),
-            arrive=max(0, arrive - max(0, chosen.layout.training_gpus - today.training_gpus)),
-            wait_s=restart_s + step_end_s,
+        return moves_cost_s(
+            search,
+            self.layout_of(now.plan, now.slots),
+            chosen.layout,
+            layout_that_stays(self.layout_of, now, then, slots),
+            restart_s=search.profile.moves.resize_s if resized else 0.0,
+            step_end_s=now.step_end_s,
         )
-        return cost_s + more_s + restart_s
 
     def _shapes(self, now: Observation, degrees: Set[int]) -> Iterator[tuple[Slot, ...]]:
         """The slots there are; in a run under way also with servers joined and split."""
@@ -202,15 +194,6 @@ class RecipePlacement:
             f"no bucket of the recipe has servers that hold a trajectory of {longest:,} tokens",
             hint="raise tensor_parallel of the last bucket, or lower model.max_len",
         )
-
-
-def _changed(today: Plan, then: Plan, sizes: Mapping[SlotId, int]) -> tuple[int, int]:
-    """GPUs that leave training for the policy's servers, and that come to training; a slot without
-    GPUs counts as one."""
-    serves = dict(then.servers)
-    trained, trains = {*today.train, *today.gradient}, {*then.train, *then.gradient}
-    leave = sum(sizes.get(slot, 1) for slot in trained - trains if slot in serves)
-    return leave, sum(sizes.get(slot, 1) for slot in trains - trained)
 
 
 def fixed_slots(

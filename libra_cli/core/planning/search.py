@@ -248,7 +248,7 @@ class Search:
         self.workload = workload
         self._longest = max(sample.generated for sample in workload.samples)
         self._settings = settings
-        self._profile, self._ended = profile, ended or workload
+        self.profile, self._ended = profile, ended or workload
         servers = {
             degree: cost
             for degree, cost in profile.servers.items()
@@ -275,7 +275,7 @@ class Search:
         if work is self.workload:
             return self
         ended = self._ended.served_by(dict(models))
-        return Search(self._profile, work, self.gpus, self._settings, ended)
+        return Search(self.profile, work, self.gpus, self._settings, ended)
 
     def best(self) -> Proposal:
         """Return the plan with the shortest step, and its reasons."""
@@ -302,7 +302,7 @@ class Search:
             if plan is not None and plan.seconds <= limit and spare < self.gpus
         }
         coarse = RolloutTable(
-            {degree: self._profile.servers[degree] for degree in self.table.degrees},
+            {degree: self.profile.servers[degree] for degree in self.table.degrees},
             self.workload,
             self.gpus,
             max_num_seqs=self._settings.max_num_seqs,
@@ -361,7 +361,7 @@ class Search:
         training = self.training
         if layout.idle:
             least = min(one.ranks for one in layout.idle)
-            training = TrainingTable(self._profile.training.within(least), self._ended, 0)
+            training = TrainingTable(self.profile.training.within(least), self._ended, 0)
         return training.seconds(layout.training_gpus, layout.workers)
 
     def serving(self, layout: Layout, train_s: Seconds) -> tuple[PlannedBucket, ...]:
@@ -374,7 +374,7 @@ class Search:
             return self._times(self.rollout_s(buckets, train_s), train_s).step_s
 
         return with_idle_servers(
-            layout.buckets, layout.idle, self._profile, self.table, step_s, train_s
+            layout.buckets, layout.idle, self.profile, self.table, step_s, train_s
         )
 
     def rollout_s(self, buckets: tuple[PlannedBucket, ...], train_s: Seconds) -> Seconds:

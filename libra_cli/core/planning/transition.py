@@ -1,29 +1,32 @@
 """From one layout to another: which servers stop and start, and what that costs.
 
-A move costs a half of the job as many seconds as that half would need to make up for what its GPUs
-do not do meanwhile: GPU-seconds without work over the GPUs of the half. For rollout those are
-servers of another shape, or of a frozen model, on GPUs that served before: turns under way have
-``GRACE_S`` to end, then the next server starts. For training they are GPUs that leave it before
-their server serves, and GPUs that come before their worker works. To that comes what trajectories
-on the stopped servers must be prefilled again.
+While slots move, the job goes on with what stays: servers and ranks that both plans have, and one
+of today's servers until another one serves. If a step takes T under the plan to come and t with
+what stays, ``D`` seconds of moving cost the job ``D (1 - T / t)`` seconds. Restarting the trainer
+stands for all of itself, and servers that start meanwhile cost nothing more. To that comes what
+trajectories on the stopped servers must be prefilled again.
 
-Against 24 GPUs in the simulator that were made to move in the middle of a steady run (tau2, one
-seed, five moves): 42, 42, 4, 55 and 71 s were lost, and 45, 9, 6, 49 and 34 s are predicted. As a
-share of all GPUs, which this was before, it was 20, 5, 5, 21 and 18 s.
+As the GPU-seconds without work over the GPUs of a half, both halves added, which this was before,
+moves were told 2 to 17 times too dear where a server is replaced: rollout that waits for its
+longest trajectories has hardly another pace on fewer servers. On 24 GPUs (mint) 16 s are told for
+18 and 14 that were lost, and 106 s with a restart for 104 and 101.
 
-Guarantee: ``moves_between`` stops no server of a shape that both layouts have. Limit: it counts
-GPUs and servers, and adds the losses of both halves, of which one may have slack; the placement
-says which slot a server is on, and how many change sides with others (``swaps_cost_s``).
+Guarantee: ``moves_between`` stops no server of a shape that both layouts have. Limit: it takes all
+servers to start at once and all workers to come at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from libra_cli.core.costs.profile import Profile
-from libra_cli.core.planning.search import Layout
+from libra_cli.core.observation import Observation
+from libra_cli.core.planning.rollout_table import PlannedBucket
+from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.reconcile.reconciler import GRACE_S
-from libra_cli.core.types import Seconds
+from libra_cli.core.types import Plan, Seconds, Slot, devices_of
 from libra_cli.core.workload import Workload
 
 
@@ -64,40 +67,103 @@ def moves_between(today: Layout, then: Layout) -> Moves:
     )
 
 
-def moves_cost_s(profile: Profile, workload: Workload, today: Layout, then: Layout) -> Seconds:
+def layout_that_stays(
+    layout_of: Callable[[Plan, Sequence[Slot]], Layout],
+    now: Observation,
+    then: Plan,
+    slots: Sequence[Slot],
+) -> Layout:
+    """Return what works on while slots move to another plan, which knows these ``slots``: servers
+    that both plans have, and devices that train under both."""
+    serving, gradient = dict(then.servers), set(then.gradient)
+    same = (
+        (slot, bucket)
+        for slot, bucket in now.plan.servers
+        if slot in serving and serving[slot].has_shape_of(bucket)
+    )
+    kept = tuple(slot for slot in now.plan.gradient if slot in gradient)
+    stays = layout_of(replace(now.plan, servers=tuple(same), gradient=kept), now.slots)
+    both = _training_devices(now.plan, now.slots) & _training_devices(then, slots)
+    return replace(stays, training_gpus=max(1, len(both)))
+
+
+def _training_devices(plan: Plan, slots: Sequence[Slot]) -> set[tuple[str, int | str]]:
+    """Return the GPUs that train, by node; of a slot without GPUs what only it may have."""
+    trains = {*plan.train, *plan.gradient}
+    return {
+        device
+        for slot in slots
+        if slot.id in trains
+        for device in ({(slot.node, gpu) for gpu in slot.gpus} or devices_of(slot))
+    }
+
+
+def most_that_stays(today: Layout, then: Layout) -> Layout:
+    """Return the most that can work on between two layouts of which no slot is known."""
+    counts, kept = dict(then.servers), []
+    for bucket in today.buckets:
+        number = min(bucket.servers, counts.get(bucket.tensor_parallel, 0))
+        counts[bucket.tensor_parallel] = counts.get(bucket.tensor_parallel, 0) - number
+        kept += [replace(bucket, servers=number)] if number else []
+    fewer = min(today, then, key=lambda one: one.training_gpus)
+    return replace(fewer, buckets=tuple(kept))
+
+
+def moves_cost_s(
+    search: Search,
+    today: Layout,
+    then: Layout,
+    stays: Layout | None = None,
+    *,
+    restart_s: Seconds = 0.0,
+    step_end_s: Seconds = 0.0,
+) -> Seconds:
     """Seconds of the whole job that the moves take; the formula is the module's.
 
-    GPUs join training as gradient workers, so its core does not restart.
+    ``stays`` works on meanwhile; None: the most that can. ``restart_s`` is how long the trainer's
+    core restarts, 0 if it does not; GPUs join training as gradient workers otherwise.
+    ``step_end_s`` are the seconds until training lets go of GPUs that are to serve.
     """
-    moves, prices = moves_between(today, then), profile.moves
-    started = sum(degree * number for degree, number in moves.started.items())
-    arrived = min(1.0, moves.to_rollout / max(1, started))
-    starting, arriving = (
-        sum(seconds(degree) * degree * number for degree, number in moves.started.items())
-        for seconds in (prices.start, prices.arrive)
-    )
-    replaced = (1 - arrived) * (starting + GRACE_S * started)
-    cost = replaced / max(1, today.rollout_gpus)
-    cost += arrived * arriving / max(1, today.training_gpus)
-    cost += moves.to_training * prices.to_training_s / max(1, then.training_gpus)
-    cost += moves.to_models * (prices.start(1) + GRACE_S) / max(1, today.rollout_gpus)
-    return cost + _prefill_again_s(profile, workload, today, then, moves)
+    stays = stays or most_that_stays(today, then)
+    moves, prices = moves_between(today, then), search.profile.moves
+    served_s = _until_served(search.profile, then, stays, today, restart_s + step_end_s)
+    arrive, leave = (one.training_gpus > stays.training_gpus for one in (then, today))
+    # GPUs of the last server train once another one serves.
+    free_s = 0.0 if stays.buckets else served_s
+    restart = (free_s, free_s + restart_s) if arrive else (0.0, restart_s)
+    trained_s = max(free_s + prices.to_training_s if arrive else 0.0, served_s if leave else 0.0)
+    serving = stays.buckets or _largest(today.buckets)
+    then_s, cost_s = search.times(then).step_s, 0.0
+    for at, until in pairwise(sorted({0.0, *restart, served_s, trained_s})):
+        share = 1.0
+        if not restart[0] <= at < restart[1]:
+            ranks = stays if at < trained_s else then
+            middle = replace(ranks, buckets=serving if at < served_s else then.buckets)
+            share = max(0.0, 1.0 - then_s / search.times(middle).step_s)
+        cost_s += (until - at) * share
+    cost_s += moves.to_models * (prices.start(1) + GRACE_S) / max(1, today.rollout_gpus)
+    return cost_s + _prefill_again_s(search.profile, search.workload, today, then, moves)
 
 
-def swaps_cost_s(
-    profile: Profile, today: Layout, *, leave: int, arrive: int, wait_s: Seconds
+def _until_served(
+    profile: Profile, then: Layout, stays: Layout, today: Layout, released_s: Seconds
 ) -> Seconds:
-    """Seconds of the whole job that moves cost of which a layout does not tell, since as many GPUs
-    go the other way.
-
-    ``leave`` GPUs of training are to serve and replace servers that rollout gives up; it is without
-    them for the ``wait_s`` seconds until training releases them, and until their servers serve.
-    ``arrive`` GPUs are to train and replace others that leave, and training is without them until
-    their workers work.
-    """
+    """Seconds until the last server that is to start serves: on GPUs that served before, once their
+    turns have ended; on those of training, ``released_s`` later."""
+    kept = stays.servers
+    new = {d: n - kept.get(d, 0) for d, n in then.servers.items() if n > kept.get(d, 0)}
+    leaving = today.training_gpus - stays.training_gpus
+    replaced = sum(degree * number for degree, number in new.items()) > leaving
     prices = profile.moves
-    rollout_s = leave * (wait_s + prices.arrive(1)) / max(1, today.rollout_gpus)
-    return rollout_s + arrive * prices.to_training_s / max(1, today.training_gpus)
+    found = [prices.start(degree) + GRACE_S for degree in new if replaced]
+    found += [released_s + prices.arrive(degree) for degree in new if leaving]
+    return max(found, default=0.0)
+
+
+def _largest(buckets: tuple[PlannedBucket, ...]) -> tuple[PlannedBucket, ...]:
+    """Return one server of the largest shape; none of none."""
+    best = max(buckets, key=lambda bucket: bucket.tensor_parallel, default=None)
+    return (replace(best, servers=1),) if best else ()
 
 
 def _positive(counts: dict[int, int]) -> dict[int, int]:

@@ -29,9 +29,8 @@ from libra_cli.core.planning.gpu_placement import GpuPlacement, TrainerNeeds
 from libra_cli.core.planning.planner import Decision, DecisionMaker, Planner
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, least_regret
-from libra_cli.core.planning.transition import moves_between, moves_cost_s
+from libra_cli.core.planning.transition import moves_between
 from libra_cli.core.planning.triggers import COOLDOWN
-from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
@@ -274,45 +273,6 @@ def test_of_plans_as_good_the_nearest_is_taken() -> None:
     assert decisions[-1].plan is not None
     fresh = search_of(work(9000)).best().layout
     assert moves_between(start, layouts[-1]).gpus <= moves_between(start, fresh).gpus
-
-
-def test_moves_are_the_difference_of_two_layouts() -> None:
-    today = Layout((PlannedBucket(1, 8, 1000, 64), PlannedBucket(4, 2, 9000, 64)), 16)
-    then = Layout((PlannedBucket(1, 4, 1000, 64), PlannedBucket(8, 1, 9000, 64)), 20)
-    moves = moves_between(today, then)
-    assert (moves.to_training, moves.to_rollout) == (4, 0)
-    assert moves.stopped == {1: 4, 4: 2}
-    assert moves.started == {8: 1}
-    assert moves.gpus == 12
-    assert moves_between(today, today).gpus == 0
-    assert moves_cost_s(PROFILE, work(1000), today, today) == 0
-
-
-def test_a_move_costs_its_half_gpu_time_and_what_is_prefilled_again() -> None:
-    today = Layout((PlannedBucket(1, 16, 1000, 64),), 16)
-    then = Layout((PlannedBucket(1, 8, 1000, 64),), 24)
-    load = work(1000)
-    cost_s = moves_cost_s(PROFILE, load, today, then)
-    again_s = 256 / 2 * load.mean_context / 2 * PROFILE.servers[1].linear().prefill_token_s / 8
-    assert cost_s == pytest.approx(8 * PROFILE.moves.to_training_s / 24 + again_s)
-
-
-def test_gpus_that_come_from_training_wait_as_long_as_their_server_starts() -> None:
-    today = Layout((PlannedBucket(2, 4, 1000, 64),), 24)
-    then = Layout((PlannedBucket(2, 8, 1000, 64),), 16)
-    cost_s = moves_cost_s(PROFILE, work(1000), today, then)
-    assert cost_s == pytest.approx(8 * PROFILE.moves.start(2) / 24)
-    overlapping = replace(PROFILE, moves=replace(PROFILE.moves, to_rollout_s=4.0))
-    assert moves_cost_s(overlapping, work(1000), today, then) == pytest.approx(8 * 4.0 / 24)
-
-
-def test_where_every_server_is_replaced_rollout_stands_still_until_they_have_started() -> None:
-    today = Layout((PlannedBucket(4, 2, 1000, 64),), 24)
-    then = Layout((PlannedBucket(8, 1, 1000, 64),), 24)
-    load = work(1000)
-    again_s = 256 * load.mean_context / 2 * PROFILE.servers[8].linear().prefill_token_s
-    still_s = GRACE_S + PROFILE.moves.start(8)
-    assert moves_cost_s(PROFILE, load, today, then) == pytest.approx(still_s + again_s)
 
 
 @pytest.mark.parametrize("name", PLANNERS)
