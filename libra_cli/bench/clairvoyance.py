@@ -18,6 +18,7 @@ from libra_cli.core.planning.baselines import decided
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Decision, DecisionMaker
 from libra_cli.core.planning.search import Layout, Search
+from libra_cli.core.types import Pool
 from libra_cli.core.workload import Workload
 
 TOLD = "told"
@@ -38,13 +39,17 @@ class OraclePlanner:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledLayouts:
-    """The layouts of equal parts of a run of so many steps, each adopted when its part begins."""
+    """The layouts of equal parts of a run of so many steps, each adopted when its part begins.
+
+    ``regroups``: all that trains becomes one group, at the price of a restart of the trainer.
+    """
 
     layouts: tuple[Layout, ...]
     steps: int
     space: GpuPlacement
     search: Search
     profile: Profile
+    regroups: bool = False
 
     def decide(self, now: Observation) -> Decision:
         """The layout of the part that the next step is in."""
@@ -52,4 +57,14 @@ class ScheduledLayouts:
         layout, today = self.layouts[part], self.space.layout_of(now.plan, now.slots)
         stay = "" if layout.servers != today.servers else "as the script says"
         reason = f"part {part + 1} of {len(self.layouts)}"
-        return decided(now, self.space, self.search, self.profile, layout, reason, why_not=stay)
+        trains = Pool.TRAIN if self.regroups else None
+        return decided(
+            now,
+            self.space,
+            self.search,
+            self.profile,
+            layout,
+            reason,
+            why_not=stay,
+            near=[slot for slot in now.slots if slot.pool is not trains],
+        )

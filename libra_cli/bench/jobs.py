@@ -61,10 +61,10 @@ class Job:
 
     ``layout`` stays as it is for the whole run; ``start`` is what a planner that moves begins with,
     its own first plan without. ``script`` are layouts for equal parts of the run, one after the
-    other, for the clairvoyant planner. ``bound`` is training.max_staleness, ``staleness`` its rule
-    (empty: the recipe's default) and ``stream`` training.stream, as in a recipe; ``decay`` is that
-    of a token's worth, in nats a version. ``most_tokens`` cuts trajectories earlier than memory.
-    ``shapes`` are rollout.shapes.
+    other, for the clairvoyant planner, which makes all that trains one group if it ``regroups``.
+    ``bound`` is training.max_staleness, ``staleness`` its rule (empty: the recipe's default) and
+    ``stream`` training.stream, as in a recipe; ``decay`` is that of a token's worth, in nats a
+    version. ``most_tokens`` cuts trajectories earlier than memory. ``shapes`` are rollout.shapes.
     """
 
     trace: Trace
@@ -78,6 +78,7 @@ class Job:
     layout: Layout | None = None
     start: Layout | None = None
     script: tuple[Layout, ...] = ()
+    regroups: bool = False
     drift: Drift = NO_DRIFT
     steps: int = STEPS
     groups_per_step: int = GROUPS
@@ -238,7 +239,7 @@ def world_of(job: Job) -> World:
     trainers = TrainingTable(job.believed.training, workload, job.gpus)
     space = GpuPlacement.around(layout, trainers, max_len=job.max_len, moves=moves)
     if job.script:
-        space = replace(space, base_gpus=min(each.training_gpus for each in job.script))
+        space = replace(space, base_gpus=min(one.training_gpus for one in (layout, *job.script)))
     future = Future()
     policy = contender(job.policy, future, job.trace, job.seed)
     planner = _planner(job, space) if moves else None
@@ -256,7 +257,11 @@ def first_layout_of(job: Job, workload: Workload) -> Layout:
 def _planner(job: Job, space: GpuPlacement) -> DecisionMaker:
     if job.script:
         search = Search(job.believed, job.workload, job.gpus, job.settings)
-        return ScheduledLayouts(job.script, job.steps, space, search, job.believed)
+        if job.regroups:
+            space = replace(space, base_gpus=job.script[0].training_gpus)
+        return ScheduledLayouts(
+            job.script, job.steps, space, search, job.believed, regroups=job.regroups
+        )
     name = "libra" if job.planner == TOLD else job.planner
     planner = planner_of(name, job.believed, space, job.settings)
     return OraclePlanner(planner, job.coming) if job.planner == TOLD else planner

@@ -9,6 +9,7 @@
     libra, work told          libra's planner, told the work to come and not the work that was
     libra                     from its own first plan, from that of a recipe without lengths, from
                               half of the GPUs, from the worst split
+    told                      the best static plan from the first look on, from the same starts
     uniform                   half of the GPUs to each side; nothing moves
 
 The best static plan is looked for by simulating equal servers of every degree that fits on a
@@ -17,7 +18,9 @@ and its neighbours until they are ``FINEST`` of the GPUs apart; what is left tra
 longest trajectory of the run. That is on the first seed; its ``FINALISTS``, and the
 best of every part, are simulated on the others. The worst start is the worst of the first ones.
 
-Regret is ``1 - libra / best static`` by throughput, seed by seed. A plan that may move pays for it
+Regret is ``1 - libra / best static`` by throughput, seed by seed. What a start loses in any case is
+that of a planner which is told the best static plan when libra looks for the first time, and goes
+there with gradient workers or as one group, whichever did better. A plan that may move pays for it
 where it stays, too: its training GPUs are a base group and gradient workers, which load versions
 and send gradients over the network, and a static plan's are one group. Limit: no row bounds what is
 possible. They are the best of the plans that were simulated, a clairvoyant moves between parts
@@ -27,7 +30,7 @@ trajectory of the whole run, and libra's the longest that it has seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from statistics import fmean
@@ -107,7 +110,7 @@ def regret(config: ExperimentConfig, progress: Progress) -> ExperimentResult:
         [row for case in cases for row in case.rows],
         [timeline for case in cases for timeline in case.timelines],
         notes + [case.note for case in cases],
-        [one for case in cases for one in regrets(case.rows, case.causes)],
+        [one for case in cases for one in regrets(case.rows, case.causes, case.told)],
     )
 
 
@@ -250,6 +253,8 @@ class _Case:
         self.rows: list[ResultRow] = []
         self.timelines: list[Timeline] = []
         self.causes: dict[tuple[str, int], dict[str, float]] = {}
+        #: Tokens a second of those that were told where to go, by name and seed.
+        self.told: dict[tuple[str, int], float] = {}
         self._first = len(self.plans.first())
 
     @property
@@ -271,8 +276,12 @@ class _Case:
         return [
             (seed, name, job)
             for seed in range(len(self.static_runs))
-            for name, job in self._contenders(replace(self.job, seed=seed)).items()
+            for name, job in self._of_seed(replace(self.job, seed=seed))
         ]
+
+    def _of_seed(self, job: Job) -> Iterator[tuple[str, Job]]:
+        yield from self._contenders(job).items()
+        yield from self._told(job)
 
     def _contenders(self, job: Job) -> dict[str, Job]:
         runs = {layout: ended for layout, (_, ended) in self.static_runs[job.seed].items()}
@@ -293,6 +302,15 @@ class _Case:
             **{libra_from(start): replace(moving, start=self._start(start)) for start in STARTS},
         }
 
+    def _told(self, job: Job) -> Iterator[tuple[str, Job]]:
+        """Yield what goes to the best static plan at once, from every start, in both ways."""
+        script = (self._best(job.seed),)
+        for start in STARTS:
+            own = first_layout_of(replace(job, planner=LIBRA), job.workload)
+            begins = self._start(start) or own
+            going = replace(job, planner=CLAIRVOYANT, start=begins, script=script)
+            yield from ((_told_from(start), replace(going, regroups=way)) for way in (False, True))
+
     def _start(self, start: str) -> Layout | None:
         if start == "half":
             return first_layout_of(replace(self.job, planner=TRADITIONAL), self.job.workload)
@@ -303,6 +321,10 @@ class _Case:
 
     def keep(self, name: str, row: ResultRow, timeline: Timeline | None) -> None:
         """Take in what became of a contender; the seed's best static plan comes before it."""
+        if name in _TOLD:
+            least = self.told.get((name, row.seed), 0.0)
+            self.told[name, row.seed] = max(least, row.throughput_tok_s)
+            return
         best = self._best(row.seed)
         if not any((kept.planner, kept.seed) == (BEST_STATIC, row.seed) for kept in self.rows):
             self.rows.append(replace(self.static_runs[row.seed][best][0], planner=BEST_STATIC))
@@ -351,6 +373,14 @@ def libra_from(start: str) -> str:
 _FROM_STARTS = tuple(map(libra_from, STARTS))
 
 
+def _told_from(start: str) -> str:
+    """Return the name of what is told the best static plan, from this start."""
+    return f"told, {start or 'own'} start"
+
+
+_TOLD = tuple(map(_told_from, STARTS))
+
+
 def _scripted(job: Job, script: tuple[Layout, ...]) -> Job:
     return replace(job, planner=CLAIRVOYANT, start=script[0], script=script)
 
@@ -393,11 +423,14 @@ def best_script(
 
 
 def regrets(
-    rows: Sequence[ResultRow], causes: Mapping[tuple[str, int], Mapping[str, float]]
+    rows: Sequence[ResultRow],
+    causes: Mapping[tuple[str, int], Mapping[str, float]],
+    told: Mapping[tuple[str, int], float],
 ) -> list[Regret]:
     """Return libra's regret on one trace and drift, from each of its starts.
 
-    ``causes`` are ``shares_lost`` of the runs, by their planner's name and seed.
+    ``causes`` are ``shares_lost`` of the runs, by their planner's name and seed, and ``told`` the
+    tokens a second of what was told the best static plan.
     """
     by_name: dict[str, dict[int, ResultRow]] = {}
     for row in rows:
@@ -410,6 +443,8 @@ def regrets(
         losses = _differences(static, mine, "throughput_tok_s")
         gains = _differences(mine, half, "throughput_tok_s", whole=half)
         row = next(iter(mine.values()))
+        most = [told[_told_from(start), seed] for seed in mine]
+        unit = fmean(each.throughput_tok_s for each in static.values())
         found.append(
             Regret(
                 trace=row.trace,
@@ -418,6 +453,7 @@ def regrets(
                 seeds=len(mine),
                 regret=fmean(losses),
                 ci95=interval(losses),
+                of_start=1.0 - fmean(most) / unit,
                 steady_regret=fmean(_differences(static, mine, "steady_tok_s")),
                 share_of_clairvoyant=_share(static, mine, by_name[CLAIRVOYANT]),
                 over_uniform=fmean(gains),

@@ -143,10 +143,11 @@ class Regret:
     drift.
 
     ``regret``, ``steady_regret`` (by ``steady_tok_s``) and ``over_uniform`` are shares of the other
-    one's throughput, ``ci95`` is of the first, over the seeds. ``share_of_clairvoyant`` is libra's
-    part of what the clairvoyant gains over the best static plan; None where that is next to
-    nothing. ``moves`` counts servers started and stopped. ``causes`` divide the regret
-    (``bench.regret_causes``) and add up to it.
+    one's throughput, ``ci95`` is of the first, over the seeds. ``of_start`` is the regret of what
+    is told that plan at its first look, from this start: the rest is the planner's.
+    ``share_of_clairvoyant`` is libra's part of what the clairvoyant gains over the best static
+    plan; None where that is next to nothing. ``moves`` counts servers started and stopped.
+    ``causes`` divide the regret (``bench.regret_causes``) and add up to it.
     """
 
     trace: str
@@ -155,6 +156,7 @@ class Regret:
     seeds: int
     regret: float
     ci95: Interval | None
+    of_start: float
     steady_regret: float
     share_of_clairvoyant: float | None
     over_uniform: float

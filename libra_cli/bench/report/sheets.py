@@ -29,12 +29,22 @@ def regret_sheet(found: Sequence[Regret]) -> Sheet:
     """Return the table of regrets, a row for each trace, drift
     and start, and notes on its columns.
     """
-    columns = ("", "start", "regret", "steady", "of the\ngain", "over\nuniform", "moves")
+    columns = (
+        "",
+        "start",
+        "regret",
+        "of the\nstart",
+        "steady",
+        "of the\ngain",
+        "over\nuniform",
+        "moves",
+    )
     rows = [
         (
             f"{one.trace.partition('_')[0]}, {one.variant}",
             one.start,
             f"{percents(one.regret)}{half_interval(one.ci95)} %",
+            f"{percents(one.of_start)} %",
             f"{percents(one.steady_regret)} %",
             share(one.share_of_clairvoyant, None),
             f"{percents(one.over_uniform)} %",
@@ -49,6 +59,7 @@ def regret_sheet(found: Sequence[Regret]) -> Sheet:
     notes = (
         f"mean regret {percents(mean)} %, at most {percents(worst.regret)} % ({where})",
         "regret: by how much the best static plan in hindsight has the greater throughput",
+        "of the start: the regret of what is told that plan at its first look, and goes there",
         "steady: the same without the filling of the pipeline at the start of the run",
         f"of the gain: libra's part of the clairvoyant's over it; {nothing}",
     )

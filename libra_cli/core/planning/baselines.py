@@ -18,7 +18,7 @@ splits. Limit: none of them counts what a move costs, and that is how they are p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from libra_cli.config.errors import LibraError
@@ -31,7 +31,7 @@ from libra_cli.core.planning.recalibration import RecalibratedSearch
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, least_regret
 from libra_cli.core.planning.triggers import cooldown
-from libra_cli.core.types import Seconds
+from libra_cli.core.types import Seconds, Slot
 from libra_cli.core.workload import Workload
 
 PLANNERS = ("colocated", "uniform", "static-best", "greedy", "streamrl", "dynarl", "libra")
@@ -145,9 +145,13 @@ def decided(
     reason: str,
     *,
     why_not: str,
+    near: Sequence[Slot] | None = None,
 ) -> Decision:
-    """Return the decision for a layout with a rule's reason; to stay where ``why_not`` says why."""
-    plan, slots = space.place(layout, now.slots)
+    """Return the decision for a layout with a rule's reason; to stay where ``why_not`` says why.
+
+    It is placed as ``near`` as can be to these slots; None: to today's.
+    """
+    plan, slots = space.place(layout, now.slots if near is None else near)
     before, after = search.times(space.layout_of(now.plan, now.slots)), search.times(layout)
     candidate = Candidate(layout, after, (), lambda: (plan, slots))
     return Decision(

@@ -170,6 +170,11 @@ NOTHING_KNOWN: dict[tuple[str, int], dict[str, float]] = defaultdict(
 )
 
 
+TOLD_AT_ONCE: dict[tuple[str, int], float] = defaultdict(
+    lambda: row(makespan_s=125.0).throughput_tok_s
+)
+
+
 def test_regret_is_what_the_best_static_plan_has_more() -> None:
     makespans = {
         BEST_STATIC: 100.0,
@@ -185,11 +190,12 @@ def test_regret_is_what_the_best_static_plan_has_more() -> None:
         for seed in range(2)
         for name, makespan_s in makespans.items()
     ]
-    own, _, half, worst = regrets(rows, NOTHING_KNOWN)
+    own, _, half, worst = regrets(rows, NOTHING_KNOWN, TOLD_AT_ONCE)
     assert (own.start, half.start, worst.start) == ("own", "half", "worst")
     assert own.regret == own.share_of_clairvoyant == 0.0
     assert worst.regret == pytest.approx(0.5, abs=0.01)
     assert half.regret == pytest.approx(-0.11, abs=0.01)
+    assert half.of_start == pytest.approx(0.2, abs=0.01)
     assert half.share_of_clairvoyant == pytest.approx(0.44, abs=0.01)
     assert own.over_uniform == pytest.approx(0.25, abs=0.01)
     sheet = regret_sheet([own, half, worst])
@@ -210,7 +216,9 @@ def test_a_share_of_next_to_nothing_is_not_told() -> None:
             "libra, worst start": 200.0,
         }.items()
     ]
-    assert {one.share_of_clairvoyant for one in regrets(rows, NOTHING_KNOWN)} == {None}
+    assert {one.share_of_clairvoyant for one in regrets(rows, NOTHING_KNOWN, TOLD_AT_ONCE)} == {
+        None
+    }
 
 
 # -- the whole experiment, with invented runs ------------------------------------------------------
@@ -258,6 +266,10 @@ def test_every_contender_plays_every_seed_and_the_report_tells_the_regret(
         assert len(rows) == 2 * 10
         starts = [one["start"] for one in told["regret"] if one["variant"] == drift]
         assert starts == ["own", "guess", "half", "worst"]
+        told_ways = [job.regroups for job in invented.jobs if job.variant == drift and job.script]
+        assert told_ways.count(True) == 2 * 4
+        lost = {one["start"]: one["of_start"] for one in told["regret"]}
+        assert abs(lost["half"]) < 0.02 < lost["worst"]
     for one in told["regret"]:
         assert sum(one["causes"].values()) == pytest.approx(one["regret"])
         assert one["causes"]["wrong plan"] == 0.0
