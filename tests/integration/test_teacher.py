@@ -180,8 +180,11 @@ def test_a_policy_that_is_its_teacher_learns_nothing_and_every_step_says_so(
         assert run.query(f"{began} > steps.ended_at")[0][0] > 0
         # Both are times of the core's events: a turn that was sent in the very one in which the
         # batch was claimed is broken off in it, and has the step's time.
-        during = run.query(f"{began} > steps.started_at AND turns.started_at < steps.ended_at")
-        assert during == [(0,)], "the server takes requests while the trainer waits"
+        inside = "turns.started_at > steps.started_at AND turns.started_at < steps.ended_at"
+        shown = "turns.started_at, steps.step, steps.started_at, steps.ended_at"
+        during = run.query(f"SELECT {shown} FROM turns JOIN steps ON {inside}")
+        notes = run.query("SELECT * FROM notes")
+        assert during == [], f"the server takes requests while the trainer waits; notes: {notes}"
         written = (
             "".join(path.read_text(errors="ignore") for path in run.run_dir.rglob("*.json*"))
             + run.told()
