@@ -238,8 +238,8 @@ def world_of(job: Job) -> World:
     moves = job.layout is None and job.planner not in STATIC
     trainers = TrainingTable(job.believed.training, workload, job.gpus)
     space = GpuPlacement.around(layout, trainers, max_len=job.max_len, moves=moves)
-    if job.script:
-        space = replace(space, base_gpus=min(one.training_gpus for one in (layout, *job.script)))
+    if len(job.script) > 1:
+        space = replace(space, base_gpus=min(each.training_gpus for each in job.script))
     future = Future()
     policy = contender(job.policy, future, job.trace, job.seed)
     planner = _planner(job, space) if moves else None
@@ -257,7 +257,7 @@ def first_layout_of(job: Job, workload: Workload) -> Layout:
 def _planner(job: Job, space: GpuPlacement) -> DecisionMaker:
     if job.script:
         search = Search(job.believed, job.workload, job.gpus, job.settings)
-        if job.regroups:
+        if len(job.script) == 1:  # which is gone to from another start
             space = replace(space, base_gpus=job.script[0].training_gpus)
         return ScheduledLayouts(
             job.script, job.steps, space, search, job.believed, regroups=job.regroups

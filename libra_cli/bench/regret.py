@@ -305,8 +305,8 @@ class _Case:
     def _told(self, job: Job) -> Iterator[tuple[str, Job]]:
         """Yield what goes to the best static plan at once, from every start, in both ways."""
         script = (self._best(job.seed),)
+        own = first_layout_of(replace(job, planner=LIBRA), job.workload)
         for start in STARTS:
-            own = first_layout_of(replace(job, planner=LIBRA), job.workload)
             begins = self._start(start) or own
             going = replace(job, planner=CLAIRVOYANT, start=begins, script=script)
             yield from ((_told_from(start), replace(going, regroups=way)) for way in (False, True))
@@ -322,8 +322,8 @@ class _Case:
     def keep(self, name: str, row: ResultRow, timeline: Timeline | None) -> None:
         """Take in what became of a contender; the seed's best static plan comes before it."""
         if name in _TOLD:
-            least = self.told.get((name, row.seed), 0.0)
-            self.told[name, row.seed] = max(least, row.throughput_tok_s)
+            other = self.told.get((name, row.seed), 0.0)
+            self.told[name, row.seed] = max(other, row.throughput_tok_s)
             return
         best = self._best(row.seed)
         if not any((kept.planner, kept.seed) == (BEST_STATIC, row.seed) for kept in self.rows):

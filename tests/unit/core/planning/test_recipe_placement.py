@@ -14,7 +14,7 @@ from libra_cli.core.launch.placement import initial_plan, plan_with, seats_of, s
 from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.planner import Candidate, Decision, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement, _choices
-from libra_cli.core.planning.search import Layout, PlannerSettings, Search
+from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
 from libra_cli.core.types import Plan, Role, Slot
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
@@ -189,14 +189,27 @@ def test_slots_that_change_sides_with_others_cost_what_both_halves_lack_meanwhil
     assert cost_s(today) == 0
     layout = space.layout_of(today, slots)
     (bucket,) = layout.buckets
-    without = Layout((replace(bucket, servers=3),), 12)
-    both_s, served_s = search.times(without).step_s, 5.0 + prices.arrive(4)
-    assert served_s >= prices.to_training_s
-    lost_s = served_s * (1 - search.times(layout).step_s / both_s)
-    assert lost_s > 1
-    assert cost_s(plan("n3/1")) == pytest.approx(lost_s)
+    three = (replace(bucket, servers=3),)
+
+    def lost(seconds: float, ranks: int, workers: tuple[int, ...] = ()) -> float:
+        """Seconds lost by having three servers and so many ranks for so long."""
+        meanwhile = Layout(three, ranks, workers=workers)
+        return seconds * (1 - search.times(layout).step_s / search.times(meanwhile).step_s)
+
+    step_end_s, trained_s = 5.0, prices.to_training_s
+    later_s = step_end_s + prices.arrive(4) - trained_s
+    tokens = now.workload.trajectories / 4 * now.workload.mean_context / 2
+    again_s = tokens * PROFILE.servers[4].linear().prefill_token_s / 4
+    swap_s = lost(trained_s, 12) + lost(later_s, 16, (4,)) + again_s
+    assert cost_s(plan("n3/1")) == pytest.approx(swap_s)
     other = plan("n1/1", core=core - {"n1/0"} | {"n3/0"})  # the core restarts
-    assert cost_s(other) == pytest.approx(prices.resize_s + lost_s, rel=0.01)
+    after_s = lost(step_end_s + prices.arrive(4), 16, (4,))
+    assert cost_s(other) == pytest.approx(prices.resize_s + after_s + again_s)
+    beside = initial_plan(recipe_of(4, slots=2))
+    still = Observation(0, beside, slots, work(3000))
+    first = replace(space, elastic=False)
+    chosen = Candidate(space.layout_of(other, slots), Times(1.0, 1.0), (), lambda: (other, slots))
+    assert first.cost_s(still, chosen, other, search) < prices.resize_s
 
 
 def test_a_pinned_slot_stays_on_its_side() -> None:

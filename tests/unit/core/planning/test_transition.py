@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from libra_cli.core.costs.profile import MoveCost
+from libra_cli.core.model_use import ModelDemand
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search
-from libra_cli.core.planning.transition import layout_that_stays, moves_between, moves_cost_s
+from libra_cli.core.planning.transition import Staying, moves_between, moves_cost_s, what_stays
 from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.types import Bucket, Plan, Pool, Slot
 from libra_cli.core.workload import TrajectorySample, Workload
@@ -68,10 +69,16 @@ def test_gpus_that_come_from_training_cost_the_pace_of_those_that_stay_until_the
     assert moves_cost_s(SEARCH, today, then, step_end_s=5.0) == pytest.approx(later_s)
 
 
-def test_one_server_stays_until_another_serves() -> None:
-    today, then = layout(16, (4, 2)), layout(16, (8, 1))
+def test_one_server_stays_until_another_serves_beside_it() -> None:
+    today, then = layout(16, (4, 2)), layout(16, (2, 4))
     lost_s = paced(80.0 + GRACE_S, layout(16, (4, 1)), then)
-    assert moves_cost_s(SEARCH, today, then) == pytest.approx(lost_s + prefilled_s(1.0, 8, 1))
+    assert moves_cost_s(SEARCH, today, then) == pytest.approx(lost_s + prefilled_s(1.0, 2, 4))
+
+
+def test_rollout_stands_still_where_the_next_server_needs_the_gpus_of_all() -> None:
+    today, then = layout(16, (4, 2)), layout(16, (8, 1))
+    still_s = 80.0 + GRACE_S
+    assert moves_cost_s(SEARCH, today, then) == pytest.approx(still_s + prefilled_s(1.0, 8, 1))
 
 
 def test_gpus_of_the_last_server_train_once_another_serves() -> None:
@@ -107,17 +114,90 @@ def slot(name: str, node: str, gpus: tuple[int, ...]) -> Slot:
     return Slot(name, node, gpus, Pool.HYBRID)
 
 
-def test_what_stays_are_servers_of_both_plans_and_gpus_that_train_under_both() -> None:
-    short, long = Bucket("short", 2, 64, 1000), Bucket("long", 2, 64, 9000)
-    wide = Bucket("wide", 4, 64, 9000)
-    before = [slot("a", "n", (0, 1)), slot("b", "n", (2, 3)), slot("c", "n", (4, 5))]
-    before += [slot("t", "m", (0, 1)), slot("g", "m", (2, 3)), slot("h", "m", (4, 5))]
-    after = [*before[:1], slot("d", "n", (2, 3, 4, 5)), slot("all", "m", (0, 1, 2, 3))]
-    after += [slot("h", "m", (4, 5))]
-    today = Plan((("a", short), ("b", short), ("c", short)), ("t",), gradient=("g", "h"))
-    then = Plan((("a", long), ("d", wide)), ("all",), gradient=("h",))
-    now = Observation(1, today, tuple(before), WORK)
-    space = GpuPlacement(16, 2, 9000)
-    stays = layout_that_stays(space.layout_of, now, then, after)
-    assert stays == replace(layout(6, (2, 1), workers=(2,)), buckets=stays.buckets)
-    assert stays.servers == {2: 1}
+SHORT, LONG = Bucket("short", 2, 64, 1000), Bucket("long", 2, 64, 9000)
+WIDE = Bucket("wide", 4, 64, 9000)
+SPACE = GpuPlacement(16, 2, 9000)
+BEFORE = (
+    slot("a", "n", (0, 1)),
+    slot("b", "n", (2, 3)),
+    slot("c", "n", (4, 5)),
+    slot("t", "m", (0, 1)),
+    slot("g", "m", (2, 3)),
+    slot("h", "m", (4, 5, 6, 7)),
+)
+SERVED = (("a", SHORT), ("b", SHORT), ("c", SHORT))
+
+
+def staying(then: Plan, *new: Slot, today: Plan | None = None) -> Staying:
+    plan = today or Plan(SERVED, ("t",), gradient=("g", "h"))
+    return what_stays(SPACE.layout_of, Observation(1, plan, BEFORE, WORK), then, (*BEFORE, *new))
+
+
+def test_what_stays_are_servers_of_both_plans_and_ranks_of_both() -> None:
+    stays = staying(Plan((("a", LONG), ("c", WIDE)), ("t",), gradient=("h",)))
+    assert (stays.layout.servers, stays.last) == ({2: 1}, ())
+    assert (stays.layout.training_gpus, stays.layout.workers) == (6, (4,))
+
+
+def test_a_worker_that_is_cut_up_does_not_stay() -> None:
+    left = slot("less", "m", (4, 5))
+    stays = staying(Plan(SERVED, ("t",), gradient=("g", "less")), left)
+    assert (stays.layout.training_gpus, stays.layout.workers) == (4, (2,))
+
+
+def test_of_a_core_that_is_another_slot_its_gpus_stay() -> None:
+    core = slot("all", "m", (0, 1, 2, 3))
+    stays = staying(Plan(SERVED, ("all",), gradient=("h",)), core)
+    assert (stays.layout.training_gpus, stays.layout.workers) == (6, (4,))
+
+
+@pytest.mark.parametrize(("gpus", "serves"), [((0, 1, 2, 3), True), ((2, 3, 4, 5), False)])
+def test_the_last_server_serves_on_if_the_next_one_does_not_need_its_gpus(
+    gpus: tuple[int, ...], serves: bool
+) -> None:
+    wide = slot("w", "n", gpus)
+    stays = staying(Plan((("w", WIDE),), ("t",), gradient=("g", "h")), wide)
+    assert stays.layout.servers == {}
+    assert [bucket.servers for bucket in stays.serving] == [1] * serves
+
+
+def test_what_comes_from_training_is_no_server_that_the_last_one_waits_for() -> None:
+    stays = staying(Plan((("h", WIDE),), ("t",), gradient=("g", "a")))
+    assert stays.serving == ()
+
+
+def test_workers_that_replace_others_train_as_soon_as_they_have_come() -> None:
+    today, then = layout(16, (2, 4), workers=(4,)), layout(16, (2, 4), workers=(4,))
+    stays = Staying(layout(12, (2, 2)))
+    lost_s = paced(60.0, layout(12, (2, 2)), then) + paced(20.0, layout(16, (2, 2)), then)
+    cost_s = moves_cost_s(SEARCH, today, then, stays, step_end_s=40.0)
+    assert cost_s == pytest.approx(lost_s + prefilled_s(0.5, 2, 4), rel=1e-3)
+
+
+def test_a_core_that_gives_gpus_up_restarts_at_once_and_once() -> None:
+    today, then = layout(16, (2, 2)), layout(12, (2, 2), workers=(4,))
+    stays = Staying(layout(8))
+    cost_s = moves_cost_s(SEARCH, today, replace(then, training_gpus=12), stays, restart_s=90.0)
+    served_s = 90.0 + 40.0
+    longest_s = max(served_s, 80.0 + GRACE_S)
+    assert 90.0 < cost_s - prefilled_s(1.0, 2, 2) <= longest_s
+
+
+def test_servers_of_frozen_models_work_when_they_have_started() -> None:
+    judged = replace(WORK, models=(ModelDemand("judge", 1, 300.0, 300.0, 1.0),))
+    search = Search(PROFILE, judged, 24, PlannerSettings())
+    one, three = (
+        replace(layout(12, servers), models=(("judge", judges),))
+        for servers, judges in (((2, 6), 1), ((2, 5), 3))
+    )
+    assert search.times(one).step_s > 2 * search.times(three).step_s
+    cost_s = moves_cost_s(search, one, three)
+    share = 1 - search.times(three).step_s / search.times(one).step_s
+    assert cost_s == pytest.approx((80.0 + GRACE_S) * share, rel=0.05)
+
+
+def test_what_is_in_flight_is_prefilled_again_and_not_what_comes() -> None:
+    today, then = layout(16, (1, 8)), layout(20, (1, 4), workers=(4,))
+    longer = WORK.stretched(2.0)
+    apart_s = moves_cost_s(SEARCH, today, then, playing=longer) - moves_cost_s(SEARCH, today, then)
+    assert apart_s > 0.5 * prefilled_s(0.5, 1, 4)
