@@ -28,7 +28,7 @@ from libra_cli.core.observation import Observation
 from libra_cli.core.planning.rollout_table import PlannedBucket, planned_buckets
 from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.reconcile.reconciler import GRACE_S
-from libra_cli.core.types import Plan, Seconds, Slot, SlotId, devices_of
+from libra_cli.core.types import Bucket, Plan, Seconds, Slot, SlotId, devices_of
 from libra_cli.core.workload import Workload
 
 
@@ -105,11 +105,23 @@ def what_stays(
     layout = replace(layout, training_gpus=max(1, len(core)) + sum(layout.workers))
     if same or not now.plan.servers:
         return Staying(layout)
-    slot, bucket = now.plan.servers[-1]
-    busy = _devices((slot, *now.plan.train, *now.plan.gradient), known)
-    if all(busy & _devices((coming,), known) for coming in wanted):
-        return Staying(layout)
-    return Staying(layout, planned_buckets(replace(now.plan, servers=((slot, bucket),))))
+    return Staying(
+        layout, planned_buckets(replace(now.plan, servers=_last_server(now, then, known)))
+    )
+
+
+def _last_server(
+    now: Observation, then: Plan, known: Mapping[SlotId, Slot]
+) -> tuple[tuple[SlotId, Bucket], ...]:
+    """Return the server that serves until another one does, by the rule of the reconciler: those
+    whose devices another one needs go first. None where all that come need its own, or the
+    trainer's."""
+    coming = [_devices((slot,), known) for slot, _ in then.servers if slot not in now.plan.train]
+    needed = set().union(*coming)
+    free = [one for one in now.plan.servers if not _devices(one[:1], known) & needed]
+    last = (free or now.plan.servers)[-1]
+    own = _devices(last[:1], known)
+    return (last,) if any(not own & each for each in coming) else ()
 
 
 def _devices(names: Sequence[SlotId], known: Mapping[SlotId, Slot]) -> set[tuple[str, int | str]]:

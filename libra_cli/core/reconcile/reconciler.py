@@ -161,20 +161,25 @@ class Reconciler:
 
     def _stop_unwanted(self, now: Seconds) -> list[Result]:
         actions: list[Result] = []
-        for server in self._servers.replicas.values():
-            slot = server.slot.id
-            if server.state is ReplicaState.ASLEEP:
-                if self._is_in_the_way(server):
-                    actions += self._servers.take_out(server, WHY, now=now)
-                continue
-            wrong = server.up and self._wanted.servers.get(slot) != server.bucket
-            if wrong and not (self._waits_for(slot, self._workers) or self._is_last(server)):
+        servers = list(self._servers.replicas.values())
+        for server in servers:
+            if server.state is ReplicaState.ASLEEP and self._is_in_the_way(server):
+                actions += self._servers.take_out(server, WHY, now=now)
+        wrong = [one for one in servers if one.up and self._is_wrong(one)]
+        # Those whose devices another server wants go first: the last one serves on beside it.
+        for server in sorted(wrong, key=lambda one: not self._is_in_the_way(one)):
+            if not (self._waits_for(server.slot.id, self._workers) or self._is_last(server)):
                 actions += self._drain(server, now)
         for worker in self._workers.replicas.values():
-            wrong = worker.up and worker.slot.id not in self._wanted.gradient
-            if wrong and not self._waits_for(worker.slot.id, self._servers):
+            unwanted = worker.up and worker.slot.id not in self._wanted.gradient
+            if unwanted and not self._waits_for(worker.slot.id, self._servers):
                 actions += self._workers.leave(worker, WHY, now=now)
         return actions
+
+    def _is_wrong(self, server: Replica) -> bool:
+        """Whether the plan has another server there than this one, which is awake, or none."""
+        asleep = server.state is ReplicaState.ASLEEP
+        return not asleep and self._wanted.servers.get(server.slot.id) != server.bucket
 
     def _stop_models(self, now: Seconds) -> list[Result]:
         """Stop the servers of frozen models that no plan has any more: what they answer, another

@@ -151,7 +151,9 @@ def test_of_a_core_that_is_another_slot_its_gpus_stay() -> None:
     assert (stays.layout.training_gpus, stays.layout.workers) == (6, (4,))
 
 
-@pytest.mark.parametrize(("gpus", "serves"), [((0, 1, 2, 3), True), ((2, 3, 4, 5), False)])
+@pytest.mark.parametrize(
+    ("gpus", "serves"), [((0, 1, 2, 3), True), ((2, 3, 4, 5), True), ((0, 1, 2, 3, 4, 5), False)]
+)
 def test_the_last_server_serves_on_if_the_next_one_does_not_need_its_gpus(
     gpus: tuple[int, ...], serves: bool
 ) -> None:
@@ -161,9 +163,12 @@ def test_the_last_server_serves_on_if_the_next_one_does_not_need_its_gpus(
     assert [bucket.servers for bucket in stays.serving] == [1] * serves
 
 
-def test_what_comes_from_training_is_no_server_that_the_last_one_waits_for() -> None:
-    stays = staying(Plan((("h", WIDE),), ("t",), gradient=("g", "a")))
+def test_what_comes_from_the_core_is_no_server_that_the_last_one_waits_for() -> None:
+    today = Plan(SERVED, ("t", "h"), gradient=("g",))
+    stays = staying(Plan((("h", WIDE),), ("t",), gradient=("g", "a")), today=today)
     assert stays.serving == ()
+    from_worker = staying(Plan((("h", WIDE),), ("t",), gradient=("g", "a")))
+    assert [bucket.servers for bucket in from_worker.serving] == [1]
 
 
 def test_workers_that_replace_others_train_as_soon_as_they_have_come() -> None:

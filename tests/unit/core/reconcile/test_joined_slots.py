@@ -169,6 +169,29 @@ def test_where_nobody_else_serves_one_part_serves_until_the_other_is_free():
     assert serving(world) == {BOTH}
 
 
+def test_of_servers_that_go_the_one_whose_gpus_are_not_needed_serves_until_another_does():
+    world = scene(hosts="ab")
+    shape(world, joined=True)
+    world.arrive()
+    joined = world.machine.plan
+    shape(world, joined=False)
+    world.arrive()
+    plan = world.machine.plan
+    world.choose(replace(plan, servers=tuple(one for one in plan.servers if one[0] != "a/0")))
+    world.arrive()
+    assert serving(world) == {"a/1", B0, B1}
+    large = tuple(one for one in joined.servers if one[0] == BOTH)
+    slots = (*(slot for slot in world.machine.reconciler.slots if slot.node != "b"),)
+    wide = replace(world.machine.reconciler.slots[-1], id=BOTH, gpus=(0, 1))
+    then = replace(plan, servers=large, gradient=("a/1",))
+    world.give(e.PlanChosen(then, (*slots, wide)))
+    while BOTH not in serving(world):
+        assert "a/1" in serving(world)
+        next_event(world)
+    world.arrive()
+    assert serving(world) == {BOTH}
+
+
 # -- failures -------------------------------------------------------------------------------------
 
 
