@@ -248,6 +248,7 @@ class Search:
         self.workload = workload
         self._longest = max(sample.generated for sample in workload.samples)
         self._settings = settings
+        self._served: dict[tuple[tuple[str, int], ...], Search] = {}
         self.profile, self._ended = profile, ended or workload
         servers = {
             degree: cost
@@ -271,11 +272,14 @@ class Search:
     def served_by(self, models: tuple[tuple[str, int], ...]) -> Search:
         """Return the same where frozen models have so many servers, and trajectories wait for them
         accordingly."""
+        if models in self._served:
+            return self._served[models]
         work = self.workload.served_by(dict(models))
         if work is self.workload:
             return self
         ended = self._ended.served_by(dict(models))
-        return Search(self.profile, work, self.gpus, self._settings, ended)
+        self._served[models] = Search(self.profile, work, self.gpus, self._settings, ended)
+        return self._served[models]
 
     def best(self) -> Proposal:
         """Return the plan with the shortest step, and its reasons."""

@@ -8,12 +8,13 @@ meanwhile cost nothing more. To that comes what trajectories on the stopped serv
 prefilled again.
 
 As the GPU-seconds without work over the GPUs of a half, both halves added, which this was before,
-moves were told 2 to 17 times too dear where a server is replaced: rollout that waits for its
-longest trajectories has hardly another pace on fewer servers. On 24 GPUs (mint) 16 s are told for
-18 and 14 that were lost, and 106 s with a restart for 104 and 101.
+moves were told 1.7 to 17 times too dear where a server is replaced: rollout that waits for its
+longest trajectories has hardly another pace on fewer servers. Eight changes of plan on 24 GPUs
+(mint, 80 steps, no drift) were told 106 to 108 s and lost 103 to 110, and were told 143 to 150 and
+lost 160 to 179.
 
 Guarantee: ``moves_between`` stops no server of a shape that both layouts have. Limit: all servers
-start at once, and all workers; GPUs that training gives up are taken to serve the policy; on hosts
+start at once, and all workers; of servers that go, the last one is the last of the plan; on hosts
 without GPUs the old process works on beside the new one, whose start takes its cores.
 """
 
@@ -22,6 +23,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
+from typing import TypeAlias
 
 from libra_cli.core.costs.profile import MoveCost
 from libra_cli.core.observation import Observation
@@ -30,6 +33,9 @@ from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.reconcile.reconciler import GRACE_S
 from libra_cli.core.types import Bucket, Plan, Seconds, Slot, SlotId, devices_of
 from libra_cli.core.workload import Workload
+
+Device: TypeAlias = tuple[str, int | str]
+"""A node, and a GPU of it, or what else only one process may have there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +77,23 @@ def moves_between(today: Layout, then: Layout) -> Moves:
 
 @dataclass(frozen=True, slots=True)
 class Staying:
-    """What works on while slots move: servers that both plans have and ranks that train under both
-    (``layout``); and, where no such server is, one of today's that serves until another one does,
-    if that can start beside it (``last``)."""
+    """What works on while slots move, and where what is new comes from.
+
+    ``layout`` are servers that both plans have and ranks that train under both. Where no such
+    server is, ``last`` is one of today's that serves until another one does, if that can start
+    beside it; ``core_waits`` and ``workers_wait`` say whether its GPUs are to train. New servers,
+    by tensor-parallel degree, are ``replacing`` others, or come from gradient workers or from the
+    core; ``cut_from_core``: new gradient workers come from there too.
+    """
 
     layout: Layout
     last: tuple[PlannedBucket, ...] = ()
+    core_waits: bool = False
+    workers_wait: bool = False
+    replacing: frozenset[int] = frozenset()
+    from_workers: frozenset[int] = frozenset()
+    from_core: frozenset[int] = frozenset()
+    cut_from_core: bool = False
 
     @property
     def serving(self) -> tuple[PlannedBucket, ...]:
@@ -92,46 +109,75 @@ def what_stays(
 ) -> Staying:
     """Return what works on while slots move to another plan, which knows these ``slots``."""
     known = {slot.id: slot for slot in (*now.slots, *slots)}
-    wanted, gradient = dict(then.servers), set(then.gradient)
+    wanted = dict(then.servers)
     same = {
         slot: bucket
         for slot, bucket in now.plan.servers
         if slot in wanted and wanted[slot].has_shape_of(bucket)
     }
-    workers = tuple(slot for slot in now.plan.gradient if slot in gradient)
+    workers = tuple(slot for slot in now.plan.gradient if slot in set(then.gradient))
     kept = replace(now.plan, servers=tuple(same.items()), gradient=workers)
     layout = layout_of(kept, now.slots)
-    core = _devices(now.plan.train, known) & _devices(then.train, known)
-    layout = replace(layout, training_gpus=max(1, len(core)) + sum(layout.workers))
-    if same or not now.plan.servers:
-        return Staying(layout)
+    today = _Devices.of(now.plan, known)
+    later = _Devices.of(then, known)
+    ranks = max(1, len(today.core & later.core)) + sum(layout.workers)
+    new = [(known.get(slot), bucket) for slot, bucket in then.servers if slot not in same]
+    coming = [(_devices_of(slot), bucket.tensor_parallel) for slot, bucket in new]
+    last = () if same else _last_server(now.plan, known, coming, today.core)
+    own = _devices_of(known.get(last[0][0])) if last else set()
+    cut = (known.get(slot) for slot in then.gradient if slot not in workers)
     return Staying(
-        layout, planned_buckets(replace(now.plan, servers=_last_server(now, then, known)))
+        replace(layout, training_gpus=ranks),
+        planned_buckets(replace(now.plan, servers=last)),
+        core_waits=bool(own & later.core),
+        workers_wait=bool(own & later.workers),
+        replacing=frozenset(d for one, d in coming if not one & (today.core | today.workers)),
+        from_workers=frozenset(d for one, d in coming if one & today.workers),
+        from_core=frozenset(d for one, d in coming if one & today.core),
+        cut_from_core=any(_devices_of(slot) & today.core for slot in cut),
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Devices:
+    """The devices of a plan's base group and of its gradient workers."""
+
+    core: set[Device]
+    workers: set[Device]
+
+    @classmethod
+    def of(cls, plan: Plan, known: Mapping[SlotId, Slot]) -> _Devices:
+        """Return those of a plan whose slots are ``known``."""
+        core, workers = (
+            {device for name in names for device in _devices_of(known.get(name))}
+            for names in (plan.train, plan.gradient)
+        )
+        return cls(core, workers)
+
+
+def _devices_of(slot: Slot | None) -> set[Device]:
+    """Return the GPUs of a slot, by node; without GPUs what only it may have; nothing of none."""
+    if slot is None:
+        return set()
+    return {(slot.node, gpu) for gpu in slot.gpus} or set(devices_of(slot))
+
+
 def _last_server(
-    now: Observation, then: Plan, known: Mapping[SlotId, Slot]
+    plan: Plan,
+    known: Mapping[SlotId, Slot],
+    coming: Sequence[tuple[set[Device], int]],
+    core: set[Device],
 ) -> tuple[tuple[SlotId, Bucket], ...]:
-    """Return the server that serves until another one does, by the rule of the reconciler: those
-    whose devices another one needs go first. None where all that come need its own, or the
-    trainer's."""
-    coming = [_devices((slot,), known) for slot, _ in then.servers if slot not in now.plan.train]
-    needed = set().union(*coming)
-    free = [one for one in now.plan.servers if not _devices(one[:1], known) & needed]
-    last = (free or now.plan.servers)[-1]
-    own = _devices(last[:1], known)
-    return (last,) if any(not own & each for each in coming) else ()
-
-
-def _devices(names: Sequence[SlotId], known: Mapping[SlotId, Slot]) -> set[tuple[str, int | str]]:
-    """Return the GPUs of these slots, by node; of one without GPUs what only it may have."""
-    return {
-        device
-        for name in names
-        if (slot := known.get(name)) is not None
-        for device in ({(slot.node, gpu) for gpu in slot.gpus} or devices_of(slot))
-    }
+    """Return the server that serves until one of those ``coming`` does, as the reconciler has it:
+    those whose devices another one needs go first. None where all that come need its own, or those
+    of the trainer's ``core``."""
+    needed = {device for devices, _ in coming for device in devices}
+    free = [one for one in plan.servers if not _devices_of(known.get(one[0])) & needed]
+    for last in (free or plan.servers)[-1:]:
+        own = _devices_of(known.get(last[0]))
+        if any(not devices & (own | core) for devices, _ in coming):
+            return (last,)
+    return ()
 
 
 def most_that_stays(today: Layout, then: Layout) -> Staying:
@@ -141,14 +187,20 @@ def most_that_stays(today: Layout, then: Layout) -> Staying:
         number = min(bucket.servers, counts.get(bucket.tensor_parallel, 0))
         counts[bucket.tensor_parallel] = counts.get(bucket.tensor_parallel, 0) - number
         kept += [replace(bucket, servers=number)] if number else []
-    fewer = min(today, then, key=lambda one: one.training_gpus)
-    layout = replace(fewer, buckets=tuple(kept))
-    if kept or not today.buckets:
-        return Staying(layout)
-    last = min(today.buckets, key=lambda bucket: bucket.tensor_parallel)
-    least = min(then.servers, default=0)
-    room = least <= today.rollout_gpus - last.tensor_parallel
-    return Staying(layout, (replace(last, servers=1),) if room else ())
+    new = frozenset(degree for degree, number in counts.items() if number > 0)
+    leaving = today.training_gpus - then.training_gpus
+    started = sum(degree * counts[degree] for degree in new)
+    last = min(today.buckets, key=lambda bucket: bucket.tensor_parallel, default=None)
+    if kept or last is None or min(new, default=0) > today.rollout_gpus - last.tensor_parallel:
+        last = None
+    return Staying(
+        replace(min(today, then, key=lambda one: one.training_gpus), buckets=tuple(kept)),
+        (replace(last, servers=1),) if last else (),
+        core_waits=leaving < 0,
+        workers_wait=leaving < 0,
+        replacing=new if started > leaving else frozenset(),
+        from_workers=new if leaving > 0 else frozenset(),
+    )
 
 
 def moves_cost_s(
@@ -168,13 +220,16 @@ def moves_cost_s(
     does not; ``step_end_s`` are the seconds until training lets go of GPUs that are to serve.
     """
     stays = stays or most_that_stays(today, then)
+
+    def step_s(layout: Layout) -> Seconds:
+        return search.served_by(layout.models).times(layout).step_s
+
     ends = _ends(search.profile.moves, today, then, stays, restart_s, step_end_s)
-    then_s, cost_s = search.times(then).step_s, 0.0
+    then_s, cost_s = step_s(then), 0.0
     for at, until in pairwise(ends.borders):
         share = 1.0
         if not ends.restart[0] <= at < ends.restart[1]:
-            middle_s = search.times(ends.layout_at(at, today, then, stays)).step_s
-            share = max(0.0, 1.0 - then_s / middle_s)
+            share = max(0.0, 1.0 - then_s / step_s(ends.layout_at(at, today, then, stays)))
         cost_s += (until - at) * share
     return cost_s + _prefill_again_s(search, playing or search.workload, today, then, stays)
 
@@ -197,11 +252,10 @@ class _Ends:
     def layout_at(self, at: Seconds, today: Layout, then: Layout, stays: Staying) -> Layout:
         """Return what works at a time at which the trainer does not restart."""
         ranks = then
-        if at < self.restart[0]:
-            ranks = today
-        elif at < self.trained_s:
-            kept = stays.layout.workers
-            core = _core(then) if self.restart[1] > 0 else _core(stays.layout)
+        if at < max(self.trained_s, self.restart[0]):
+            kept, core = stays.layout.workers, _core(stays.layout)
+            if self.restart[1] > 0:
+                core = _core(today if at < self.restart[0] else then)
             ranks = replace(then, training_gpus=core + sum(kept), workers=kept)
         models = dict(today.models)
         fewer = tuple((name, min(number, models.get(name, 0))) for name, number in then.models)
@@ -225,33 +279,27 @@ def _ends(
     restart_s: Seconds,
     step_end_s: Seconds,
 ) -> _Ends:
-    released_s = step_end_s + (restart_s if _core(stays.layout) < _core(today) else 0.0)
-    served_s = _until_served(prices, today, then, stays.layout, released_s)
+    released_s = restart_s + step_end_s
+    replaced = [prices.start(degree) + GRACE_S for degree in stays.replacing]
+    came = [step_end_s + prices.arrive(degree) for degree in stays.from_workers]
+    came += [released_s + prices.arrive(degree) for degree in stays.from_core]
     # GPUs of the last server are free once another one serves.
-    free_s = served_s if stays.last else 0.0
-    begins_s = free_s if restart_s and _core(then) > _core(stays.layout) else 0.0
+    free_s = min(replaced + came, default=0.0) if stays.last else 0.0
+    begins_s = free_s if restart_s and stays.core_waits else 0.0
     trained_s = begins_s + restart_s
-    if sum(then.workers) > sum(stays.layout.workers) or (
-        not restart_s and then.training_gpus > stays.layout.training_gpus
-    ):
-        trained_s = max(trained_s, free_s + prices.to_training_s)
+    if _has_new_workers(then, stays.layout, restart_s):
+        at_s = max(free_s * stays.workers_wait, released_s * stays.cut_from_core)
+        trained_s = max(trained_s, at_s + prices.to_training_s)
     models = moves_between(today, then).to_models
     modelled_s = prices.start(1) + GRACE_S if models else 0.0
-    return _Ends(served_s, trained_s, modelled_s, (begins_s, begins_s + restart_s))
+    restart = (begins_s, begins_s + restart_s)
+    return _Ends(max(replaced + came, default=0.0), trained_s, modelled_s, restart)
 
 
-def _until_served(
-    prices: MoveCost, today: Layout, then: Layout, stays: Layout, released_s: Seconds
-) -> Seconds:
-    """Seconds until the last server that is to start serves: on GPUs that served before, once their
-    turns have ended; on those of training, ``released_s`` later."""
-    kept = stays.servers
-    new = {d: n - kept.get(d, 0) for d, n in then.servers.items() if n > kept.get(d, 0)}
-    leaving = today.training_gpus - stays.training_gpus
-    replaced = sum(degree * number for degree, number in new.items()) > leaving
-    found = [prices.start(degree) + GRACE_S for degree in new if replaced]
-    found += [released_s + prices.arrive(degree) for degree in new if leaving > 0]
-    return max(found, default=0.0)
+def _has_new_workers(then: Layout, stays: Layout, restart_s: Seconds) -> bool:
+    """Whether gradient workers come; ranks that do, where nothing restarts, are such."""
+    grown = not restart_s and then.training_gpus > stays.training_gpus
+    return grown or sum(then.workers) > sum(stays.workers)
 
 
 def _positive(counts: dict[int, int]) -> dict[int, int]:
@@ -272,4 +320,4 @@ def _prefill_again_s(
         law = search.profile.servers.get(bucket.tensor_parallel)
         if law is not None:
             rate += bucket.servers / max(float(law.recompute_s(1, 0)), 1e-12)
-    return tokens / rate
+    return tokens / rate if rate else inf

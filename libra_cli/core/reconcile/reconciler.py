@@ -22,7 +22,7 @@ Limit: a turn whose server does not even answer an abort within ``DRAIN_S`` is g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from libra_cli.core.actions import Wake
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
@@ -167,7 +167,8 @@ class Reconciler:
                 actions += self._servers.take_out(server, WHY, now=now)
         wrong = [one for one in servers if one.up and self._is_wrong(one)]
         # Those whose devices another server wants go first: the last one serves on beside it.
-        for server in sorted(wrong, key=lambda one: not self._is_in_the_way(one)):
+        coming = self._wanted.servers
+        for server in sorted(wrong, key=lambda one: not self._is_in_the_way(one, coming)):
             if not (self._waits_for(server.slot.id, self._workers) or self._is_last(server)):
                 actions += self._drain(server, now)
         for worker in self._workers.replicas.values():
@@ -198,8 +199,14 @@ class Reconciler:
         others = [other for other in self._servers.replicas.values() if other is not server]
         if any(other.state is ReplicaState.SERVING and other.reachable for other in others):
             return False
-        coming = self._wanted.servers.keys() - set(self._training.slots)
-        slots = [self._wanted.slots[slot] for slot in coming]
+        # What needs the trainer's devices may itself wait until this server is gone.
+        ranks = [rank.slot for rank in self._training.replicas if rank.holds]
+        ranks += self._training.life.reserved
+        slots = [
+            slot
+            for slot in (self._wanted.slots[name] for name in self._wanted.servers)
+            if not any(slot.overlaps(rank) for rank in ranks)
+        ]
         # Slots to be joined become free one after the other, so that one of them serves meanwhile.
         leaving = [other.slot for other in others if other.holds]
         return any(
@@ -242,10 +249,13 @@ class Reconciler:
             return self._servers.sleep(server, WHY, now=now)
         return self._servers.take_out(server, WHY, now=now)
 
-    def _is_in_the_way(self, server: Replica) -> bool:
+    def _is_in_the_way(
+        self, server: Replica, wanted: Mapping[SlotId, Served] | None = None
+    ) -> bool:
         """Whether another server than this one is to use its devices, for which vLLM wants all of
-        their memory."""
-        wanted = {**self._wanted.servers, **self._wanted.models}
+        their memory: one of those ``wanted``, or any of the plan."""
+        if wanted is None:
+            wanted = {**self._wanted.servers, **self._wanted.models}
         return any(
             server.slot.overlaps(self._wanted.slots[slot])
             and (slot, served) != (server.slot.id, server.bucket)

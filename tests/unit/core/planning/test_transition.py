@@ -171,21 +171,45 @@ def test_what_comes_from_the_core_is_no_server_that_the_last_one_waits_for() -> 
     assert [bucket.servers for bucket in from_worker.serving] == [1]
 
 
+def test_a_server_on_gpus_of_the_core_is_none_whatever_its_slot_is_called() -> None:
+    wide, rest = slot("w", "m", (0, 4, 5, 6)), slot("x", "n", (0, 1, 2, 3))
+    today = Plan(SERVED, ("t", "h"), gradient=("g",))
+    then = Plan((("w", WIDE),), ("g", "x"))
+    stays = staying(then, wide, rest, today=today)
+    assert (stays.serving, stays.from_core) == ((), frozenset({4}))
+
+
 def test_workers_that_replace_others_train_as_soon_as_they_have_come() -> None:
     today, then = layout(16, (2, 4), workers=(4,)), layout(16, (2, 4), workers=(4,))
-    stays = Staying(layout(12, (2, 2)))
+    stays = Staying(layout(12, (2, 2)), from_workers=frozenset({2}))
     lost_s = paced(60.0, layout(12, (2, 2)), then) + paced(20.0, layout(16, (2, 2)), then)
     cost_s = moves_cost_s(SEARCH, today, then, stays, step_end_s=40.0)
     assert cost_s == pytest.approx(lost_s + prefilled_s(0.5, 2, 4), rel=1e-3)
 
 
-def test_a_core_that_gives_gpus_up_restarts_at_once_and_once() -> None:
+def test_what_comes_from_a_core_waits_for_its_one_restart() -> None:
     today, then = layout(16, (2, 2)), layout(12, (2, 2), workers=(4,))
-    stays = Staying(layout(8))
-    cost_s = moves_cost_s(SEARCH, today, replace(then, training_gpus=12), stays, restart_s=90.0)
-    served_s = 90.0 + 40.0
-    longest_s = max(served_s, 80.0 + GRACE_S)
-    assert 90.0 < cost_s - prefilled_s(1.0, 2, 2) <= longest_s
+    stays = Staying(layout(8), from_core=frozenset({2}), cut_from_core=True)
+    cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0)
+    lost_s = 90.0 + 40.0 + paced(20.0, layout(8, (2, 2)), then)
+    assert cost_s == pytest.approx(lost_s + prefilled_s(1.0, 2, 2))
+
+
+def test_a_restart_waits_for_no_server_whose_gpus_the_core_does_not_need() -> None:
+    today, then = layout(12, (4, 3), workers=(4,)), layout(12, (2, 6))
+    stays = Staying(layout(8), (PlannedBucket(4, 1, 3000, 64),), replacing=frozenset({2}))
+    lost_s = 90.0 + paced(80.0 + GRACE_S - 90.0, layout(12, (4, 1)), then)
+    cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0)
+    assert cost_s == pytest.approx(lost_s + prefilled_s(1.0, 2, 6))
+
+
+def test_workers_that_go_do_not_train_until_the_core_restarts() -> None:
+    today, then = layout(16, (8, 1), workers=(8,)), layout(16, (4, 2))
+    last = (PlannedBucket(8, 1, 3000, 64),)
+    stays = Staying(layout(8), last, core_waits=True, from_workers=frozenset({4}))
+    cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0)
+    lost_s = 90.0 + paced(40.0, layout(8, (8, 1)), then)
+    assert cost_s == pytest.approx(lost_s + prefilled_s(1.0, 4, 2))
 
 
 def test_servers_of_frozen_models_work_when_they_have_started() -> None:

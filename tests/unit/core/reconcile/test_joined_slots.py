@@ -27,12 +27,19 @@ BUCKETS = [
 ]
 
 
-def scene(*, gpus: bool = True, hosts: str = "ab", pool: Any = "hybrid", **sections: Any) -> Scene:
+def scene(
+    *,
+    gpus: bool = True,
+    hosts: str = "ab",
+    pool: Any = "hybrid",
+    head_gpus: int = 1,
+    **sections: Any,
+) -> Scene:
     """Two servers on each host, all serving, and a trainer."""
     nodes = [
         {"host": host, "slots": 2, "pool": pool, **({"gpus": 2} if gpus else {})} for host in hosts
     ]
-    head = {"host": "c", "pool": "train", **({"gpus": 1} if gpus else {})}
+    head = {"host": "c", "pool": "train", **({"gpus": head_gpus} if gpus else {})}
     world = Scene(
         Random(0),
         recipe=recipe(
@@ -190,6 +197,22 @@ def test_of_servers_that_go_the_one_whose_gpus_are_not_needed_serves_until_anoth
         next_event(world)
     world.arrive()
     assert serving(world) == {BOTH}
+
+
+def test_the_last_server_goes_where_what_comes_waits_for_the_core_and_the_core_for_it():
+    world = scene(hosts="b", head_gpus=2)
+    plan = world.machine.plan
+    world.choose(replace(plan, servers=tuple(one for one in plan.servers if one[0] == B1)))
+    world.arrive()
+    assert serving(world) == {B1}
+    b0, b1, core = sorted(world.machine.reconciler.slots, key=lambda slot: slot.id)
+    left, right = (replace(core, id=f"c/{gpu}x1", gpus=(gpu,)) for gpu in (0, 1))
+    left = replace(left, pool=b1.pool)
+    then = replace(plan, servers=((left.id, dict(plan.servers)[B1]),), train=(right.id, B1))
+    world.give(e.PlanChosen(then, (b0, b1, left, right)))
+    assert world.machine.reconciler.moves
+    world.arrive()
+    assert serving(world) == {left.id}
 
 
 # -- failures -------------------------------------------------------------------------------------
