@@ -61,7 +61,9 @@ class Job:
 
     ``layout`` stays as it is for the whole run; ``start`` is what a planner that moves begins with,
     its own first plan without. ``script`` are layouts for equal parts of the run, one after the
-    other, for the clairvoyant planner, which makes all that trains one group if it ``regroups``.
+    other, for the clairvoyant planner; its base group is the smallest that any of them trains with.
+    Where ``regroups`` is given, the run begins as libra's, and the script's trainer becomes one
+    group or not.
     ``bound`` is training.max_staleness, ``staleness`` its rule (empty: the recipe's default) and
     ``stream`` training.stream, as in a recipe; ``decay`` is that of a token's worth, in nats a
     version. ``most_tokens`` cuts trajectories earlier than memory. ``shapes`` are rollout.shapes.
@@ -78,7 +80,7 @@ class Job:
     layout: Layout | None = None
     start: Layout | None = None
     script: tuple[Layout, ...] = ()
-    regroups: bool = False
+    regroups: bool | None = None
     drift: Drift = NO_DRIFT
     steps: int = STEPS
     groups_per_step: int = GROUPS
@@ -238,7 +240,7 @@ def world_of(job: Job) -> World:
     moves = job.layout is None and job.planner not in STATIC
     trainers = TrainingTable(job.believed.training, workload, job.gpus)
     space = GpuPlacement.around(layout, trainers, max_len=job.max_len, moves=moves)
-    if len(job.script) > 1:
+    if job.script and job.regroups is None:
         space = replace(space, base_gpus=min(each.training_gpus for each in job.script))
     future = Future()
     policy = contender(job.policy, future, job.trace, job.seed)
@@ -257,10 +259,10 @@ def first_layout_of(job: Job, workload: Workload) -> Layout:
 def _planner(job: Job, space: GpuPlacement) -> DecisionMaker:
     if job.script:
         search = Search(job.believed, job.workload, job.gpus, job.settings)
-        if len(job.script) == 1:  # which is gone to from another start
+        if job.regroups is not None:
             space = replace(space, base_gpus=job.script[0].training_gpus)
         return ScheduledLayouts(
-            job.script, job.steps, space, search, job.believed, regroups=job.regroups
+            job.script, job.steps, space, search, job.believed, regroups=bool(job.regroups)
         )
     name = "libra" if job.planner == TOLD else job.planner
     planner = planner_of(name, job.believed, space, job.settings)
