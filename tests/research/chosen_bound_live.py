@@ -13,9 +13,7 @@ Runs that are in the file are not done again. The cores have to be idle for the 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import tempfile
 from argparse import ArgumentParser
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,8 +25,8 @@ from libra_cli.bench.results import interval
 from libra_cli.core.records import DecisionRecord
 from libra_cli.runtime.recipes.yaml_lines import read_yaml
 from libra_cli.runtime.store.reader import Reader
+from tests.research.kept_cache import RECIPE, played
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 ARMS: dict[str, dict[str, Any]] = {
     "1": {"max_staleness": 1},
     "2": {"max_staleness": 2},
@@ -48,18 +46,6 @@ def recipe_of(arm: str, steps: int) -> dict[str, Any]:
     data["rollout"]["buckets"][0]["max_num_seqs"] = SEATS
     data["training"] |= ARMS[arm]
     return data
-
-
-def played(arm: str, steps: int, seed: int) -> dict[str, Any]:
-    """A run, and what came of it."""
-    with tempfile.TemporaryDirectory() as place:
-        recipe = Path(place) / "recipe.json"
-        recipe.write_text(json.dumps(recipe_of(arm, steps)), encoding="utf-8")
-        libra = Path(sys.executable).with_name("libra")
-        command = [str(libra), "run", str(recipe), "--seed", str(seed)]
-        subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
-        (run_dir,) = (path.parent for path in Path(place).glob("runs/*/recipe.json"))
-        return told_of(run_dir)
 
 
 def told_of(run_dir: Path) -> dict[str, Any]:
@@ -128,7 +114,7 @@ def main() -> None:
         for arm in (*list(ARMS)[first:], *list(ARMS)[:first]):
             if (seed, arm, typed.steps) not in done:
                 result = {"seed": seed, "arm": arm, "steps": typed.steps}
-                result |= played(arm, typed.steps, seed)
+                result |= played(recipe_of(arm, typed.steps), seed, told_of)
                 with typed.out.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(result) + "\n")
 

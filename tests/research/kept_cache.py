@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -71,16 +71,18 @@ def recipe_of(task: str, steps: int, *, clear: bool) -> dict[str, Any]:
     return data
 
 
-def played(task: str, steps: int, seed: int, *, clear: bool) -> dict[str, Any]:
-    """A run, and what came of it."""
+def played(
+    recipe: Mapping[str, Any], seed: int, told: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
+    """Run a recipe in a directory that goes with it, and return what is ``told`` of the run's."""
     with tempfile.TemporaryDirectory() as place:
-        recipe = Path(place) / "recipe.json"
-        recipe.write_text(json.dumps(recipe_of(task, steps, clear=clear)), encoding="utf-8")
+        file = Path(place) / "recipe.json"
+        file.write_text(json.dumps(recipe), encoding="utf-8")
         libra = Path(sys.executable).with_name("libra")
-        command = [str(libra), "run", str(recipe), "--seed", str(seed)]
+        command = [str(libra), "run", str(file), "--seed", str(seed)]
         subprocess.run(command, cwd=place, check=True, stdout=subprocess.DEVNULL)
         (run_dir,) = (path.parent for path in Path(place).glob("runs/*/recipe.json"))
-        return told_of(run_dir)
+        return told(run_dir)
 
 
 def told_of(run_dir: Path) -> dict[str, Any]:
@@ -186,7 +188,8 @@ def main() -> None:
     for run in wanted(typed):
         if any(all(done[name] == run[name] for name in run) for done in runs):
             continue
-        result = played(run["task"], run["steps"], run["seed"], clear=run["clear"])
+        recipe = recipe_of(run["task"], run["steps"], clear=run["clear"])
+        result = played(recipe, run["seed"], told_of)
         with typed.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**run, **result}) + "\n")
 

@@ -26,7 +26,7 @@ from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_table import PlannedBucket, planned_buckets
 from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.training_table import TrainingTable
-from libra_cli.core.planning.transition import moves_between, moves_cost_s, what_stays
+from libra_cli.core.planning.transition import change_cost_s, moves_between
 from libra_cli.core.types import Bucket, Plan, Pool, Role, Seconds, Slot, SlotId, Tokens
 
 NODE_GPUS = 8
@@ -300,16 +300,7 @@ class GpuPlacement:
         with a restart of the base group.
         """
         _, slots = chosen.place()
-        restarts = self.elastic and then.train != now.plan.train
-        return moves_cost_s(
-            search,
-            self.layout_of(now.plan, now.slots),
-            self.layout_of(then, slots),
-            what_stays(self.layout_of, now, then, slots),
-            playing=now.workload,
-            restart_s=search.profile.moves.resize_s if restarts else 0.0,
-            step_end_s=now.step_end_s,
-        )
+        return change_cost_s(self.layout_of, search, now, then, slots, restarts=self.elastic)
 
     def _colocated(self, layout: Layout) -> tuple[Plan, tuple[Slot, ...]]:
         servers = self._grid.servers(layout.servers, ())

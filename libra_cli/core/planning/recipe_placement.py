@@ -34,7 +34,7 @@ from libra_cli.core.planning.idle_servers import idle_servers
 from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
 from libra_cli.core.planning.rollout_table import planned_buckets
 from libra_cli.core.planning.search import Layout, Search
-from libra_cli.core.planning.transition import moves_cost_s, what_stays
+from libra_cli.core.planning.transition import change_cost_s
 from libra_cli.core.types import Plan, Pool, Role, Seconds, Slot, SlotId
 
 TRAIN, GRADIENT, IDLE = "train", "gradient", "idle"
@@ -127,16 +127,7 @@ class RecipePlacement:
     def cost_s(self, now: Observation, chosen: Candidate, then: Plan, search: Search) -> Seconds:
         """Return the cost of the moves in seconds, with a restart where the base group changes."""
         _, slots = chosen.place()
-        restarts = self.elastic and then.train != now.plan.train
-        return moves_cost_s(
-            search,
-            self.layout_of(now.plan, now.slots),
-            self.layout_of(then, slots),
-            what_stays(self.layout_of, now, then, slots),
-            playing=now.workload,
-            restart_s=search.profile.moves.resize_s if restarts else 0.0,
-            step_end_s=now.step_end_s,
-        )
+        return change_cost_s(self.layout_of, search, now, then, slots, restarts=self.elastic)
 
     def _shapes(self, now: Observation, degrees: Set[int]) -> Iterator[tuple[Slot, ...]]:
         """The slots there are; in a run under way also with servers joined and split."""

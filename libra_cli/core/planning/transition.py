@@ -180,6 +180,29 @@ def _last_server(
     return ()
 
 
+def change_cost_s(
+    layout_of: Callable[[Plan, Sequence[Slot]], Layout],
+    search: Search,
+    now: Observation,
+    then: Plan,
+    slots: Sequence[Slot],
+    *,
+    restarts: bool,
+) -> Seconds:
+    """Seconds of the whole job that the moves of a run to another plan take, which knows these
+    ``slots``; ``restarts``: the trainer's core, if it is another one."""
+    restarts = restarts and then.train != now.plan.train
+    return moves_cost_s(
+        search,
+        layout_of(now.plan, now.slots),
+        layout_of(then, slots),
+        what_stays(layout_of, now, then, slots),
+        playing=now.workload,
+        restart_s=search.profile.moves.resize_s if restarts else 0.0,
+        step_end_s=now.step_end_s,
+    )
+
+
 def most_that_stays(today: Layout, then: Layout) -> Staying:
     """Return the most that can work on between two layouts of which no slot is known."""
     counts, kept = dict(then.servers), []
