@@ -30,7 +30,8 @@ Exit codes (``libra help commands``): 0 finished, 1 a failed run, 2 a wrong reci
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class LibraError(Exception):
@@ -41,6 +42,18 @@ class LibraError(Exception):
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """An error of another process arrives as it was, whatever its own ``__init__`` takes."""
+        return _as_it_was, (type(self), self.args, self.__dict__)
+
+
+def _as_it_was(
+    kind: type[LibraError], args: tuple[object, ...], state: Mapping[str, object]
+) -> LibraError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class RecipeError(LibraError):

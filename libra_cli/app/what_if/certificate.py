@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import ceil
 from pathlib import Path
 from typing import TypeAlias
@@ -32,7 +33,7 @@ from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.sim.played_run import AdoptedPlan
-from libra_cli.sim.rerun import Rerun, error_of
+from libra_cli.sim.rerun import Rerun, RunConditions, error_of
 
 LEAST_STEPS = 10
 """Steps of a run of which there is a certificate."""
@@ -145,17 +146,14 @@ def regret_of(trials: Trials, budget: Budget | None = None) -> Found:
     began = time.monotonic()
     known = trials.known
     rivals = _rivals(trials)
-    seeds = 0
-    while seeds < SEEDS and _play(trials, rivals, seeds, budget):
-        seeds += 1
+    seeds = _play_within(trials, rivals, budget) if budget else _play(trials, rivals)
     if not seeds:
         raise WhatIfError(
             f"{BUDGET_S:.0f} s were too few to simulate {len(known.run.turns):,} turns",
             hint=f"libra bench run {known.run_dir} takes its time",
         )
     best = min(rivals, key=lambda rival: sum(one.pace.step_s for one in rival.played))
-    given = replace(trials.as_it_was, plans=(best.plan,))
-    regret = trials.saved(given, best.played, thorough=budget is None)
+    regret = trials.saved(_under(trials, best), best.played, thorough=budget is None)
     row = RegretRecord(
         against=AGAINST,
         at=time.time(),
@@ -173,17 +171,31 @@ def regret_of(trials: Trials, budget: Budget | None = None) -> Found:
     return replace(row, text=_sentence(row, part)), rivals
 
 
-def _play(trials: Trials, rivals: Sequence[Rival], seed: int, budget: Budget | None) -> bool:
-    """Simulate the run as it was and under each plan; False where there is no time for all."""
-    found = []
-    for one in (None, *rivals):
-        if budget is not None and budget.left_s <= 0:
-            return False
-        played = trials.play(replace(trials.as_it_was, plans=(one.plan,)), seed) if one else None
-        found.append(played or trials.was(seed))
-    for rival, played in zip(rivals, found[1:], strict=True):
-        rival.played.append(played)
-    return True
+def _play(trials: Trials, rivals: Sequence[Rival]) -> int:
+    """Simulate the run under every plan, all side by side; return with how many seeds."""
+    asked = [(_under(trials, one), seed) for one in rivals for seed in range(SEEDS)]
+    played = trials.play_all(asked)
+    for rival in rivals:
+        rival.played.extend(islice(played, SEEDS))
+    return SEEDS
+
+
+def _play_within(trials: Trials, rivals: Sequence[Rival], budget: Budget) -> int:
+    """Simulate the run as it was and under every plan, one after the other; return with how many
+    seeds there was time for."""
+    for seed in range(SEEDS):
+        found = []
+        for one in (None, *rivals):
+            if budget.left_s <= 0:
+                return seed
+            found.append(trials.play(_under(trials, one), seed) if one else trials.was(seed))
+        for rival, played in zip(rivals, found[1:], strict=True):
+            rival.played.append(played)
+    return SEEDS
+
+
+def _under(trials: Trials, rival: Rival) -> RunConditions:
+    return replace(trials.as_it_was, plans=(rival.plan,))
 
 
 def _rivals(trials: Trials) -> list[Rival]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +14,7 @@ from libra_cli.app.idle_servers import PlannedRun
 from libra_cli.app.what_if.certificate import or_reason, regret_of
 from libra_cli.app.what_if.plans import sized, staying_plans, words_of
 from libra_cli.app.what_if.reading import WhatIfError, known_of
-from libra_cli.app.what_if.trials import SEEDS, Trials
+from libra_cli.app.what_if.trials import SEEDS, Trials, with_seeds
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.records import RegretRecord
@@ -72,10 +71,10 @@ def what_if(run_dir: Path, changes: Changes, progress: Callable[[str], None]) ->
     trials = Trials(known)
     progress("correcting its prices")
     others = {name: changed(trials, one) for name, one in changes.each()}
-    before = _each_seed("as it was", trials.was, progress)
+    before = _told("as it was", trials.each_was(SEEDS), progress)
     rows = [_measured(trials), _row("simulated", trials.as_it_was, before)]
     for name, given in others.items():
-        after = _each_seed(name, partial(trials.play, given), progress)
+        after = _told(name, trials.play_all(with_seeds(given, SEEDS)), progress)
         rows.append(_changed_row(trials, name, given, after))
     progress("plans that stay")
     regret, rivals = or_reason(lambda: regret_of(trials))
@@ -85,14 +84,14 @@ def what_if(run_dir: Path, changes: Changes, progress: Callable[[str], None]) ->
     return _result(trials, rows, regret)
 
 
-def _each_seed(
-    name: str, play: Callable[[int], Rerun], progress: Callable[[str], None]
-) -> list[Rerun]:
-    played = []
-    for seed in range(SEEDS):
-        progress(f"{name}: {seed + 1} of {SEEDS}")
-        played.append(play(seed))
-    return played
+def _told(name: str, played: Iterator[Rerun], progress: Callable[[str], None]) -> list[Rerun]:
+    """Take in all simulations, with word of each."""
+    found: list[Rerun] = []
+    progress(f"{name}: {SEEDS} times")
+    for one in played:
+        found.append(one)
+        progress(f"{name}: {len(found)} of {SEEDS}")
+    return found
 
 
 # -- what is changed -------------------------------------------------------------------------------

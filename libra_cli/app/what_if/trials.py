@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from math import hypot, sqrt
 from statistics import fmean, stdev
@@ -21,6 +21,7 @@ from libra_cli.sim.rerun import (
     parts_of,
     rerun,
 )
+from libra_cli.sim.side_by_side import side_by_side
 
 SEEDS = 5
 """Resamplings of a run's groups, the first of which is the run's own order."""
@@ -111,6 +112,18 @@ class Trials:
         """Simulate the run under these conditions. Raises LibraError where it cannot go on."""
         return rerun(given, self.groups.played(seed))
 
+    def play_all(self, asked: Sequence[tuple[RunConditions, int]]) -> Iterator[Rerun]:
+        """Simulate the run under each of these conditions, with its seed, on every core there is.
+        Raises LibraError as ``play`` does."""
+        return side_by_side(lambda one: self.play(*one), asked)
+
+    def each_was(self, seeds: int) -> Iterator[Rerun]:
+        """Simulate the run as it was with so many seeds, as ``play_all`` does; ``was`` keeps what
+        came."""
+        for seed, played in enumerate(self.play_all(with_seeds(self.as_it_was, seeds))):
+            self._was[seed] = played
+            yield played
+
     def saved(
         self, given: RunConditions, after: Sequence[Rerun], *, thorough: bool = True
     ) -> Saving:
@@ -128,19 +141,19 @@ class Trials:
     @cached_property
     def _extremes(self) -> tuple[Trials, ...]:
         known = self.known
-        return tuple(Trials(replace(known, profile=one, extremes=())) for one in known.extremes)
+        found = [Trials(replace(known, profile=one, extremes=())) for one in known.extremes]
+        for one, (correction, was) in zip(found, side_by_side(_first_look, found), strict=True):
+            one.correction, one._was[0] = correction, was
+        return tuple(found)
 
     def _price_error(self, given: RunConditions) -> float:
         """Half of the difference of what is saved at the extreme prices; 0 at prices of others."""
         if given.profile != self.as_it_was.profile:
             return 0.0
-        saved = [
-            1
-            - one.play(replace(given, profile=one.as_it_was.profile), 0).pace.step_s
-            / one.was(0).pace.step_s
-            for one in self._extremes
-        ]
-        return (max(saved) - min(saved)) / 2 if saved else 0.0
+        if not self._extremes:
+            return 0.0
+        saved = list(side_by_side(partial(_saved_at, given), self._extremes))
+        return (max(saved) - min(saved)) / 2
 
     def _changed(self, given: RunConditions) -> float:
         """The share of the run's time that it was under other conditions than these."""
@@ -152,6 +165,21 @@ class Trials:
             alike = _at(given.plans, number) == _at(was.plans, number)
             seconds[alike] += step_s
         return seconds[False] / sum(seconds)
+
+
+def with_seeds(given: RunConditions, seeds: int) -> list[tuple[RunConditions, int]]:
+    """Return these conditions with each of so many seeds, from the first on."""
+    return [(given, seed) for seed in range(seeds)]
+
+
+def _first_look(trials: Trials) -> tuple[Recalibration, Rerun]:
+    return trials.correction, trials.was(0)
+
+
+def _saved_at(given: RunConditions, trials: Trials) -> float:
+    """The share of the time that these conditions save at the prices of ``trials``."""
+    then = trials.play(replace(given, profile=trials.as_it_was.profile), 0)
+    return 1 - then.pace.step_s / trials.was(0).pace.step_s
 
 
 def _at(plans: Sequence[AdoptedPlan], step: int) -> str:
