@@ -9,7 +9,8 @@
     libra, work told          libra's planner, told the work to come and not the work that was
     libra                     from its own first plan, from that of a recipe without lengths, from
                               half of the GPUs, from the worst split
-    told                      the best static plan from the first look on, from the same starts
+    told                      from the same starts the best static plan from the first look on,
+                              or no move at all
     uniform                   half of the GPUs to each side; nothing moves
 
 The best static plan is looked for by simulating equal servers of every degree that fits on a
@@ -20,12 +21,12 @@ best of every part, are simulated on the others. The worst start is the worst of
 
 Regret is ``1 - libra / best static`` by throughput, seed by seed. What a start loses in any case is
 that of a planner which is told the best static plan when libra looks for the first time, and goes
-there with gradient workers or as one group, whichever did better. A plan that may move pays for it
-where it stays, too: its training GPUs are a base group and gradient workers, which load versions
-and send gradients over the network, and a static plan's are one group. Limit: no row bounds what is
-possible. They are the best of the plans that were simulated, a clairvoyant moves between parts
-only, and libra, which moves when it likes, may do better. A static plan must hold the longest
-trajectory of the whole run, and libra's the longest that it has seen.
+there with gradient workers, or as one group, or stays: what did best. A plan that may move pays
+for it where it stays, too: its training GPUs are a base group and gradient workers, which load
+versions and send gradients over the network, and a static plan's are one group. Limit: no row
+bounds what is possible. They are the best of the plans that were simulated, a clairvoyant moves
+between parts only, and libra, which moves when it likes, may do better. A static plan must hold the
+longest trajectory of the whole run, and libra's the longest that it has seen.
 """
 
 from __future__ import annotations
@@ -303,13 +304,15 @@ class _Case:
         }
 
     def _told(self, job: Job) -> Iterator[tuple[str, Job]]:
-        """Yield what goes to the best static plan at once, from every start, in both ways."""
-        script = (self._best(job.seed),)
+        """Yield what goes to the best static plan at once, from every start, in both ways, and what
+        stays with the start."""
+        best = self._best(job.seed)
         own = first_layout_of(replace(job, planner=LIBRA), job.workload)
         for start in STARTS:
             begins = self._start(start) or own
-            going = replace(job, planner=CLAIRVOYANT, start=begins, script=script)
-            yield from ((_told_from(start), replace(going, regroups=way)) for way in (False, True))
+            going = replace(job, planner=CLAIRVOYANT, start=begins)
+            for plan, regroups in dict.fromkeys([(best, False), (best, True), (begins, False)]):
+                yield _told_from(start), replace(going, script=(plan,), regroups=regroups)
 
     def _start(self, start: str) -> Layout | None:
         if start == "half":

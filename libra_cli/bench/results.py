@@ -144,7 +144,8 @@ class Regret:
 
     ``regret``, ``steady_regret`` (by ``steady_tok_s``) and ``over_uniform`` are shares of the other
     one's throughput, ``ci95`` is of the first, over the seeds. ``of_start`` is the regret of what
-    is told that plan at its first look, from this start: the rest is the planner's.
+    is told that plan at its first look, from this start, and goes there or stays: the rest is the
+    planner's.
     ``share_of_clairvoyant`` is libra's part of what the clairvoyant gains over the best static
     plan; None where that is next to nothing. ``moves`` counts servers started and stopped.
     ``causes`` divide the regret (``bench.regret_causes``) and add up to it.

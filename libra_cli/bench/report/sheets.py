@@ -59,7 +59,7 @@ def regret_sheet(found: Sequence[Regret]) -> Sheet:
     notes = (
         f"mean regret {percents(mean)} %, at most {percents(worst.regret)} % ({where})",
         "regret: by how much the best static plan in hindsight has the greater throughput",
-        "of the start: the regret of what is told that plan at its first look, and goes there",
+        "of the start: the regret of what is told that plan at once, and goes there or stays",
         "steady: the same without the filling of the pipeline at the start of the run",
         f"of the gain: libra's part of the clairvoyant's over it; {nothing}",
     )

@@ -266,8 +266,9 @@ def test_every_contender_plays_every_seed_and_the_report_tells_the_regret(
         assert len(rows) == 2 * 10
         starts = [one["start"] for one in told["regret"] if one["variant"] == drift]
         assert starts == ["own", "guess", "half", "worst"]
-        told_ways = [job.regroups for job in invented.jobs if job.variant == drift and job.script]
-        assert told_ways.count(True) == 2 * 4
+        told_jobs = [job for job in invented.jobs if job.variant == drift and job.script]
+        assert [job.regroups for job in told_jobs].count(True) == 2 * 4
+        assert [job.script == (job.start,) for job in told_jobs].count(True) >= 2 * 4
         lost = {one["start"]: one["of_start"] for one in told["regret"]}
         assert abs(lost["half"]) < 0.02 < lost["worst"]
     for one in told["regret"]:
