@@ -45,7 +45,7 @@ def _section(suite: Suite, measured: Measured) -> Iterator[str]:
     )
     if newest.faults:
         yield from _faults(newest.faults)
-        told = "; ".join(newest.checks) or "what was searched for then was not kept"
+        told = "; ".join(newest.checks) or "what the search for leftovers found was not stored"
         yield f"\nAfterwards: {told}."
     if newest.figures:
         yield "| what | now | before | unit | may differ | |"

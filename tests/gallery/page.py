@@ -26,11 +26,11 @@ INTRODUCTION = """\
 # Gallery: recipes that ran, with what they took and what came
 
 `make gallery` makes this page from runs of the recipes that need no GPU. Every number and picture
-is of one run of a recipe as it stands in `recipes/`, whose facts lie beside it
-(`gallery/NAME.json`). A trajectory that is shown has the median reward of its step, and of those
-that have it the median length. `libra eval` examines the models, before and after, with the
-recipe's evaluation or, where it has none, on 64 tasks of another seed; in brackets are 95 %
-intervals over tasks.
+is of a run of a recipe as it stands in `recipes/` (of several, where seeds are named), whose facts
+lie beside it (`gallery/NAME.json`). The trajectories that are shown are typical ones: of the median
+reward of their step and, of those, the median length. `libra eval` examines the models, before and
+after, with the recipe's evaluation or, where it has none, on 64 tasks of another seed; in brackets
+are 95 % intervals over tasks.
 """
 NOT_HERE = """\
 ## What is not here
