@@ -218,6 +218,12 @@ class TrainerGroup:
         """Start the trainer from the last checkpoint, when its wait before a restart is over."""
         return self.life.restart(self.checkpoints.path, now=now)
 
+    def in_room(self, *, now: Seconds) -> list[Result]:
+        """Start the trainer, from the last checkpoint, on slots to which it returns and that are
+        free again.
+        """
+        return self.life.in_room(self.checkpoints.path, now=now)
+
     def gone(self, lost: Sequence[LostGpu] = (), *, now: Seconds) -> list[Result]:
         """Start the trainer, which is verified gone, again if the run goes on and its budget
         allows, without the slots whose GPUs are ``lost``.

@@ -6,8 +6,9 @@ started has a configuration error and is not tried again.
 
 **Resize.** For a lasting shift the trainer group itself changes its slots: no step is begun, a
 checkpoint is written, every rank stops, and new ones start from it at the same global batch.
-Servers go on all the while. If the new ones do not come up, the old ones are started again where
-they were; those slots are held free until then.
+Servers go on all the while, and what is to come to the slots that it leaves starts beside the new
+ranks. If those do not come up, the old ones are started again where they were, once what came
+there meanwhile is gone.
 
 **A lost GPU.** A trainer that died of one goes on without its slot, at the same global batch, if
 the node of rank 0, which publishes the weights, has another slot of it; else it is given up.
@@ -89,6 +90,8 @@ class TrainerLife:
         #: The slots that it is to move to; those it comes from, while it starts on the new ones.
         self.next: list[Slot] = []
         self.previous: list[Replica] = []
+        #: Whether it is down until nobody else is on its slots, to which it returns.
+        self.needs_room = False
         #: The node of rank 0, for as long as the run lasts.
         self._head = self.replicas[0].slot.node
         #: GPUs that are lost, by node and number.
@@ -152,7 +155,7 @@ class TrainerLife:
     @property
     def reserved(self) -> list[Slot]:
         """Slots that a rank is on, or may be started on at any moment."""
-        return [*self.next, *(replica.slot for replica in (*self.replicas, *self.previous))]
+        return [*self.next, *(replica.slot for replica in self.replicas)]
 
     # -- coming and going -----------------------------------------------------------------------
 
@@ -160,6 +163,7 @@ class TrainerLife:
         """Start every rank, from this checkpoint; empty: from the model."""
         self.enter(TrainerState.STARTING)
         self._started_at = now
+        self.needs_room = False
         self.incarnation += 1
         return [
             StartTrainer(self.incarnation, self.slots, path),
@@ -214,7 +218,8 @@ class TrainerLife:
         if self.previous:
             old = [replica.slot for replica in self.previous]
             why = f"the resized trainer did not start: {self.detail}"
-            return [*actions, *self._start_on(old, [], path, now), ResizeRefused(why)]
+            self._return_to(old, now)
+            return [*actions, ResizeRefused(why)]
         wait_s = self._budget.wait_s()
         if not self._ever_started or self._damaged or wait_s is None:
             return [*actions, *self._give_up(now)]
@@ -237,6 +242,9 @@ class TrainerLife:
                 one.role = Role.FAILED
                 text = f"{one.slot.id}: {self.detail}; the trainer goes on without that slot"
                 told += [Save(NoteRecord("slot", one.slot.id, now, text)), ReplicaChanged(one)]
+        if self.previous:
+            self._return_to(left, now)
+            return [*told, ResizeRefused(self.detail)]
         return [*told, *self._start_on(left, [], path, now), ResizeRefused(self.detail)]
 
     def has_lost(self, slot: Slot) -> bool:
@@ -253,14 +261,28 @@ class TrainerLife:
     def _start_on(
         self, slots: list[Slot], previous: list[Replica], path: str, now: Seconds
     ) -> list[Result]:
-        """Start on other slots; ``previous`` are held free until it works there."""
+        """Start on other slots; to the ``previous`` ones it returns if it does not work there."""
         self.previous, self.next = previous, []
         self.replicas = [Replica(slot, since=now, role=Role.TRAIN) for slot in slots]
         return [] if self.waits_for else self.start(path, now=now)
 
+    def _return_to(self, slots: list[Slot], now: Seconds) -> None:
+        """Have it start on slots that it had left, when others have left them (``in_room``)."""
+        self.previous, self.next = [], []
+        self.replicas = [Replica(slot, since=now, role=Role.TRAIN) for slot in slots]
+        self.needs_room = True
+
+    def in_room(self, path: str, *, now: Seconds) -> list[Result]:
+        """Start the trainer on the slots to which it returns, of which nobody else is on any."""
+        self.needs_room = False
+        return self.restart(path, now=now)
+
     def restart(self, path: str, *, now: Seconds) -> list[Result]:
-        """Start the trainer after its rest, unless it waits for a node that is given up."""
-        may = self.state is TrainerState.DOWN and not self.waits_for
+        """Start the trainer after its rest, unless it waits for a node that is given up, or for
+        others to leave its slots.
+        """
+        waits = self.needs_room or self.waits_for
+        may = self.state is TrainerState.DOWN and not waits
         return self.start(path, now=now) if may else []
 
     # -- nodes ----------------------------------------------------------------------------------

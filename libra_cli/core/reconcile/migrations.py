@@ -282,14 +282,19 @@ class MigrationTracker:
             actions.append(Save(move.record()))
         return [*actions, PlanMended()]
 
+    def _may_serve(self, server: Replica) -> bool:
+        """Whether a server could be kept, or started again: the trainer leaves it its slot."""
+        slots = self._wanted.slots
+        if any(server.slot.overlaps(slots[one]) for one in self._training.life.proved_slots):
+            return False
+        serves, failed = ReplicaState.SERVING, ReplicaState.FAILED
+        return server.state is serves or (
+            server.state is not failed and not self._wanted.trains_on(server.slot)
+        )
+
     def _keep_a_server(self) -> list[Result]:
         """Keep the server likeliest to work, if the plan has no other that could serve."""
-        known = [
-            server
-            for server in self._servers.replicas.values()
-            if server.state is ReplicaState.SERVING
-            or (server.state is not ReplicaState.FAILED and not self._wanted.trains_on(server.slot))
-        ]
+        known = [server for server in self._servers.replicas.values() if self._may_serve(server)]
         if not known:
             return []
         best = max(known, key=_hope)

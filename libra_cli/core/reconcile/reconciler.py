@@ -5,7 +5,8 @@
     no worker any more      its share may end; then stop it
     a server, a worker      start it, or wake the server that sleeps there, when no process uses
                             its GPUs, or beside the old one on a host without GPUs
-    another trainer group   free the slots that join it, then checkpoint, stop, start again there
+    another trainer group   free the slots that join it, then checkpoint, stop, start again there;
+                            what comes to those that it leaves starts beside it
 
 Nothing here remembers a position in a script: each time, what is wanted is compared with what is,
 so a death, a late reply or a new plan in the middle of a move needs no case of its own. What is
@@ -148,13 +149,15 @@ class Reconciler:
         changed since the last call.
         """
         results = self._stop_drained(now)
-        arrived = not self.moves and self._training.life.target_slots == self._wanted.trainer
-        if arrived and not changed and not results:
+        life = self._training.life
+        arrived = not self.moves and life.target_slots == self._wanted.trainer
+        if arrived and not changed and not results and not life.needs_room:
             return results
         results += self._stop_unwanted(now)
         results += self._stop_models(now)
         results += self._start_free(now)
         results += self._resize(now)
+        results += self._return_trainer(now)
         results += self._tracker.look(now=now)
         self._servers.label_idle(self._wanted.servers)
         return results
@@ -299,7 +302,7 @@ class Reconciler:
         """Whether nobody uses the slot's devices. A ``server`` that is to come there wants all of
         their memory, so that none may sleep there either."""
         overlaps = self._tracker.overlaps(slot.id)
-        # A trainer that is down, or is being moved, may come back: its slots stay free for it.
+        # A trainer that is down, or is to be moved, may come back: its slots stay free for it.
         held = [
             *self._training.life.reserved,
             *(
@@ -326,11 +329,20 @@ class Reconciler:
             return training.resize([], now=now)
         slots = [self._wanted.slots[slot] for slot in wanted]
         joining = [slot for slot in slots if slot.id not in training.slots]
-        ranks = {id(rank) for rank in training.replicas}
+        return training.resize(slots if self._is_left(joining) else [], now=now)
+
+    def _return_trainer(self, now: Seconds) -> list[Result]:
+        """Start a trainer that could not move, where it was, once nobody else is there."""
+        ranks = [rank.slot for rank in self._training.replicas]
+        if self._ending or not self._training.life.needs_room or not self._is_left(ranks):
+            return []
+        return self._training.in_room(now=now)
+
+    def _is_left(self, slots: Iterable[Slot]) -> bool:
+        """Whether no process but the trainer's own uses devices of these slots."""
+        ranks = {id(rank) for rank in self._training.replicas}
         held = [one.slot for one in self._replicas() if one.holds and id(one) not in ranks]
-        if any(slot.overlaps(other) for slot in joining for other in held):
-            return training.resize([], now=now)
-        return training.resize(slots, now=now)
+        return not any(slot.overlaps(other) for slot in slots for other in held)
 
     def cannot_train(self, plan: Plan, slots: Iterable[Slot]) -> str:
         """Return why the trainer cannot be where a plan of these slots has it; empty if it can."""

@@ -73,7 +73,8 @@ def slots_of_machine(machine: Machine) -> dict[SlotId, Slot]:
     sets = (machine.servers, machine.workers, machine.models)
     replicas = [replica for some in sets for replica in some.replicas.values()]
     slots = [replica.slot for replica in (*replicas, *training.replicas)]
-    every = (*machine.reconciler.slots, *slots, *training.life.reserved)
+    left = [replica.slot for replica in training.life.previous]
+    every = (*machine.reconciler.slots, *slots, *training.life.reserved, *left)
     return {slot.id: slot for slot in every}
 
 

@@ -202,8 +202,9 @@ def test_slots_that_change_sides_with_others_cost_what_both_halves_lack_meanwhil
     again_s = tokens * PROFILE.servers[4].linear().prefill_token_s / 4
     swap_s = lost(trained_s, 12) + lost(later_s, 16, (4,)) + again_s
     assert cost_s(plan("n3/1")) == pytest.approx(swap_s)
-    other = plan("n1/1", core=core - {"n1/0"} | {"n3/0"})  # the core restarts
-    after_s = lost(step_end_s + prices.arrive(4), 16, (4,))
+    # The core restarts, and the server starts beside it.
+    other = plan("n1/1", core=core - {"n1/0"} | {"n3/0"})
+    after_s = lost(step_end_s + prices.arrive(4) - prices.resize_s, 16, (4,))
     assert cost_s(other) == pytest.approx(prices.resize_s + after_s + again_s)
     beside = initial_plan(recipe_of(4, slots=2))
     still = Observation(0, beside, slots, work(3000))

@@ -187,12 +187,14 @@ def test_workers_that_replace_others_train_as_soon_as_they_have_come() -> None:
     assert cost_s == pytest.approx(lost_s + prefilled_s(0.5, 2, 4), rel=1e-3)
 
 
-def test_what_comes_from_a_core_waits_for_its_one_restart() -> None:
+def test_what_comes_from_a_core_starts_while_that_restarts() -> None:
     today, then = layout(16, (2, 2)), layout(12, (2, 2), workers=(4,))
     stays = Staying(layout(8), from_core=frozenset({2}), cut_from_core=True)
-    cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0)
-    lost_s = 90.0 + 40.0 + paced(20.0, layout(8, (2, 2)), then)
-    assert cost_s == pytest.approx(lost_s + prefilled_s(1.0, 2, 2))
+    cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0, step_end_s=5.0)
+    assert cost_s == pytest.approx(90.0 + prefilled_s(1.0, 2, 2))
+    quick_s = moves_cost_s(SEARCH, today, then, stays, restart_s=30.0, step_end_s=5.0)
+    lost_s = 45.0 + paced(20.0, layout(8, (2, 2)), then)
+    assert quick_s == pytest.approx(lost_s + prefilled_s(1.0, 2, 2))
 
 
 def test_a_restart_waits_for_no_server_whose_gpus_the_core_does_not_need() -> None:
