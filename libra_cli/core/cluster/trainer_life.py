@@ -53,7 +53,8 @@ T = TrainerState
 
 TRANSITIONS: dict[TrainerState, dict[TrainerState, str]] = {
     T.DOWN: {
-        T.STARTING: "the run begins, it moves to other slots, or a minute has passed since it died",
+        T.STARTING: "the run begins, it moves to other slots, those to which it returns are free, "
+        "or a minute has passed since it died",
         T.FAILED: "it died too often of late, never started, has lost its GPUs, or waited too long "
         "for a node",
     },
@@ -218,8 +219,7 @@ class TrainerLife:
         if self.previous:
             old = [replica.slot for replica in self.previous]
             why = f"the resized trainer did not start: {self.detail}"
-            self._return_to(old, now)
-            return [*actions, ResizeRefused(why)]
+            return [*actions, *self._return_to(old, now), ResizeRefused(why)]
         wait_s = self._budget.wait_s()
         if not self._ever_started or self._damaged or wait_s is None:
             return [*actions, *self._give_up(now)]
@@ -243,8 +243,7 @@ class TrainerLife:
                 text = f"{one.slot.id}: {self.detail}; the trainer goes on without that slot"
                 told += [Save(NoteRecord("slot", one.slot.id, now, text)), ReplicaChanged(one)]
         if self.previous:
-            self._return_to(left, now)
-            return [*told, ResizeRefused(self.detail)]
+            return [*told, *self._return_to(left, now), ResizeRefused(self.detail)]
         return [*told, *self._start_on(left, [], path, now), ResizeRefused(self.detail)]
 
     def has_lost(self, slot: Slot) -> bool:
@@ -266,11 +265,12 @@ class TrainerLife:
         self.replicas = [Replica(slot, since=now, role=Role.TRAIN) for slot in slots]
         return [] if self.waits_for else self.start(path, now=now)
 
-    def _return_to(self, slots: list[Slot], now: Seconds) -> None:
+    def _return_to(self, slots: list[Slot], now: Seconds) -> list[Result]:
         """Have it start on slots that it had left, when others have left them (``in_room``)."""
         self.previous, self.next = [], []
         self.replicas = [Replica(slot, since=now, role=Role.TRAIN) for slot in slots]
         self.needs_room = True
+        return [ReplicaChanged(replica) for replica in self.replicas]
 
     def in_room(self, path: str, *, now: Seconds) -> list[Result]:
         """Start the trainer on the slots to which it returns, of which nobody else is on any."""

@@ -303,13 +303,19 @@ def _ends(
     step_end_s: Seconds,
 ) -> _Ends:
     replaced = [prices.start(degree) + GRACE_S for degree in stays.replacing]
-    came = [step_end_s + prices.arrive(degree) for degree in stays.from_workers | stays.from_core]
-    # GPUs of the last server are free once another one serves.
-    free_s = min(replaced + came, default=0.0) if stays.last else 0.0
-    begins_s = free_s if restart_s and stays.core_waits else 0.0
+    came = [step_end_s + prices.arrive(degree) for degree in stays.from_workers]
+    left = [step_end_s + prices.arrive(degree) for degree in stays.from_core]
+    core_waits = stays.core_waits and restart_s > 0
+    # GPUs of the last server are free once another one serves; what comes from a core that waits
+    # for them is none.
+    first = replaced + came + ([] if core_waits else left)
+    free_s = min(first, default=0.0) if stays.last else 0.0
+    begins_s = free_s if core_waits else 0.0
+    came += [begins_s + at for at in left]
     trained_s = begins_s + restart_s
     if _has_new_workers(then, stays.layout, restart_s):
-        at_s = max(free_s * stays.workers_wait, step_end_s * stays.cut_from_core)
+        left_s = begins_s + step_end_s
+        at_s = max(free_s * stays.workers_wait, left_s * stays.cut_from_core)
         trained_s = max(trained_s, at_s + prices.to_training_s)
     models = moves_between(today, then).to_models
     modelled_s = prices.start(1) + GRACE_S if models else 0.0

@@ -88,7 +88,7 @@ class Reconciler:
 
     def should_restart(self, replica: Replica) -> bool:
         """Whether the plan still has the process that has just ended there."""
-        if self._ending or replica.detail == WHY:
+        if self._ending or replica.detail == WHY or self._is_the_trainers(replica.slot):
             return False
         if replica.model:
             return self._wanted.models.get(replica.slot.id) == replica.model
@@ -185,6 +185,12 @@ class Reconciler:
         asleep = server.state is ReplicaState.ASLEEP
         return not asleep and self._wanted.servers.get(server.slot.id) != server.bucket
 
+    def _is_the_trainers(self, slot: Slot) -> bool:
+        """Whether a trainer that returns waits for the slot, or a part of it, to be free; whatever
+        a plan has there by now, the trainer is to come up first."""
+        life = self._training.life
+        return life.needs_room and any(slot.overlaps(rank.slot) for rank in life.replicas)
+
     def _stop_models(self, now: Seconds) -> list[Result]:
         """Stop the servers of frozen models that no plan has any more: what they answer, another
         one is asked."""
@@ -197,7 +203,7 @@ class Reconciler:
 
     def _is_last(self, server: Replica) -> bool:
         """Whether nobody else serves yet, and none that comes up waits for its GPUs alone."""
-        if server.state is not ReplicaState.SERVING:
+        if server.state is not ReplicaState.SERVING or self._is_the_trainers(server.slot):
             return False
         others = [other for other in self._servers.replicas.values() if other is not server]
         if any(other.state is ReplicaState.SERVING and other.reachable for other in others):

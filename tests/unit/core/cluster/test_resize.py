@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from libra_cli.core import actions as a
@@ -90,6 +92,62 @@ def test_a_new_core_that_fails_to_start_brings_the_old_one_back():
     )
     assert dict(world.machine.reconciler.plan(()).servers).keys() == {"a/1", "b/0", "b/1"}
     world.steps_on()
+
+
+def fail_beside_a_server(world: Scene, *, died: bool = False) -> None:
+    """The new core does not come up; a/0 serves by then, or has ``died``, and has yet to stop."""
+    world.silent = of(e.TrainerStarted)
+    leave_core(world)
+    world.until(lambda: world.state(A0)[0] is ReplicaState.SERVING)
+    world.silent = of(e.ServerStopped)
+    if died:
+        incarnation = world.machine.servers.replicas[A0].incarnation
+        world.give(e.ServerFailed(A0, incarnation, "killed"))
+    world.give(e.TrainerFailed(world.machine.training.incarnation, "out of memory"))
+    world.until(lambda: world.machine.training.life.needs_room)
+
+
+def test_the_core_comes_back_also_where_its_slot_has_the_last_server():
+    world = scene()
+    world.silent = of(e.TrainerStarted)
+    leave_core(world)
+    world.until(lambda: world.state(A0)[0] is ReplicaState.SERVING)
+    world.silent = of(e.ServerStarted)
+    for slot in ("a/1", "b/0", "b/1"):
+        incarnation = world.machine.servers.replicas[slot].incarnation
+        world.give(e.ServerFailed(slot, incarnation, "killed"))
+    world.give(e.TrainerFailed(world.machine.training.incarnation, "out of memory"))
+    world.until(lambda: world.machine.training.state is TrainerState.READY)
+    assert world.machine.training.slots == ("c/0", A0)
+    world.speak()
+    world.steps_on()
+
+
+@pytest.mark.parametrize("died", [False, True])
+def test_a_plan_that_wants_the_slot_of_a_core_that_comes_back_waits_for_it(died: bool):
+    world = scene()
+    fail_beside_a_server(world, died=died)
+    servers = len(world.did(a.StartServer))
+    plan = world.machine.plan
+    bucket = dict(plan.servers)["a/1"]
+    world.choose(replace(plan, servers=(*plan.servers, (A0, bucket)), train=("c/0",)))
+    world.speak()
+    world.arrive()
+    started = [one.train for one in world.did(a.StartTrainer)]
+    assert started[-3:] == [("c/0",), ("c/0", A0), ("c/0",)]
+    assert len(world.did(a.StartServer)) == servers + 1
+    assert world.state(A0)[0] is ReplicaState.SERVING
+    world.steps_on()
+
+
+def test_a_run_that_ends_while_its_core_waits_to_come_back_starts_no_more():
+    world = scene()
+    fail_beside_a_server(world)
+    started = len(world.did(a.StartTrainer))
+    world.give(e.StopRequested(at_once=False, reason="asked"))
+    world.speak()
+    world.until(lambda: world.did(a.End))
+    assert len(world.did(a.StartTrainer)) == started
 
 
 def test_a_move_to_a_core_that_is_being_stopped_keeps_the_slots_that_have_worked():

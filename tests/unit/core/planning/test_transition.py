@@ -197,6 +197,18 @@ def test_what_comes_from_a_core_starts_while_that_restarts() -> None:
     assert quick_s == pytest.approx(lost_s + prefilled_s(1.0, 2, 2))
 
 
+def test_what_comes_from_a_core_that_waits_for_the_last_server_frees_nobody() -> None:
+    today, then = layout(16, (8, 1)), layout(12, (4, 1), (2, 2))
+    last = (PlannedBucket(8, 1, 3000, 64),)
+    stays = Staying(
+        layout(8), last, core_waits=True, replacing=frozenset({2}), from_core=frozenset({4})
+    )
+    cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0, step_end_s=5.0)
+    lost_s = paced(80.0 + GRACE_S, layout(16, (8, 1)), then) + 90.0
+    again_s = 1 / (1 / prefilled_s(1.0, 4, 1) + 1 / prefilled_s(1.0, 2, 2))
+    assert cost_s == pytest.approx(lost_s + again_s)
+
+
 def test_a_restart_waits_for_no_server_whose_gpus_the_core_does_not_need() -> None:
     today, then = layout(12, (4, 3), workers=(4,)), layout(12, (2, 6))
     stays = Staying(layout(8), (PlannedBucket(4, 1, 3000, 64),), replacing=frozenset({2}))
