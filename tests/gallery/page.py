@@ -154,7 +154,9 @@ def _changes(known: Timeline) -> dict[str, str]:
 
 def _took(facts: Facts) -> str:
     seconds = facts.seconds
-    made = "in which the model was built" if seconds.built_model else "the model was there"
+    made = (
+        "in which the model was built or unpacked" if seconds.built_model else "the model was there"
+    )
     return (
         f"{seconds.whole:.0f} s: {seconds.until_first_step:.0f} until the first step ({made}),"
         f" {seconds.steps:.0f} for {len(facts.curve.values)} steps,"
