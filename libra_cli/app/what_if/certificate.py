@@ -24,7 +24,7 @@ from typing import TypeAlias
 
 from libra_cli.app.what_if.plans import staying_plans, words_of
 from libra_cli.app.what_if.reading import WhatIfError, known_of
-from libra_cli.app.what_if.trials import SEEDS, Trials
+from libra_cli.app.what_if.trials import SEEDS, Trials, with_seeds
 from libra_cli.config.errors import LibraError
 from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.records import RegretRecord
@@ -173,7 +173,7 @@ def regret_of(trials: Trials, budget: Budget | None = None) -> Found:
 
 def _play(trials: Trials, rivals: Sequence[Rival]) -> int:
     """Simulate the run under every plan, all side by side; return with how many seeds."""
-    asked = [(_under(trials, one), seed) for one in rivals for seed in range(SEEDS)]
+    asked = [pair for one in rivals for pair in with_seeds(_under(trials, one), SEEDS)]
     played = trials.play_all(asked)
     for rival in rivals:
         rival.played.extend(islice(played, SEEDS))

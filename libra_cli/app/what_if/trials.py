@@ -148,9 +148,7 @@ class Trials:
 
     def _price_error(self, given: RunConditions) -> float:
         """Half of the difference of what is saved at the extreme prices; 0 at prices of others."""
-        if given.profile != self.as_it_was.profile:
-            return 0.0
-        if not self._extremes:
+        if given.profile != self.as_it_was.profile or not self._extremes:
             return 0.0
         saved = list(side_by_side(partial(_saved_at, given), self._extremes))
         return (max(saved) - min(saved)) / 2

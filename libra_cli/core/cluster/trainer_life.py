@@ -164,7 +164,6 @@ class TrainerLife:
         """Start every rank, from this checkpoint; empty: from the model."""
         self.enter(TrainerState.STARTING)
         self._started_at = now
-        self.needs_room = False
         self.incarnation += 1
         return [
             StartTrainer(self.incarnation, self.slots, path),
