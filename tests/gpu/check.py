@@ -138,6 +138,8 @@ def _checks(
         for check, result in _in_a_process(group, record, gpus):
             left.remove(check)
             yield check, result
+            if check.opens and result["error"]:
+                left = [one for one in left if one.part != check.part]
 
 
 def _left(record: Record, gpus: int, only: Sequence[str] = ()) -> list[Check]:

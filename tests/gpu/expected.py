@@ -1,8 +1,9 @@
 """The checks in their order, the numbers that a right machine shows, and what to do about others.
 
 Where the ranges come from: runs of others on these GPUs, bandwidths of their makers and what the
-same code shows on CPUs. On a GPU, an H200, we have made the checks of machine, kernels and trainer;
-who makes the others tells us more.
+same code shows on CPUs. On an H200 we have made the checks of machine, kernels and trainer; on an
+H100 those of machine, trainer, start, versions, decode, speed, loads and lora. Who makes the others
+tells us more.
 
 A number outside ``must`` fails its check. One outside ``expect`` is marked to be looked at: it may
 be a slower machine, or the range may be wrong.
@@ -72,6 +73,9 @@ class Check:
     gpus: int = 1
     ends: bool = False
     """Whether nothing after it can work if it fails."""
+    opens: bool = False
+    """Whether the others of its part cannot work if it ends with an error; they are then left for
+    another call of the program."""
 
     def problems(self, measured: Mapping[str, Any], kind: Kind) -> tuple[list[str], list[str]]:
         """The numbers that it fails by, and those to be looked at."""
@@ -163,7 +167,7 @@ CHECKS = (
             Number("peak_gib", expect=(9.5, 12.8), gpu_only=True),
             Number("tokens_per_s", expect=_speeds((15e3, 40e3), (8e3, 18e3), (6e3, 13e3))),
             Number("still_s", expect=(0.05, 0.3)),
-            Number("version_s", expect=(0.3, 2.5)),
+            Number("version_s", expect=(0.3, 3.0)),
         ),
         "memory: tell us, the law is wrong; speed: nvidia-smi -q -d CLOCK,POWER while it trains",
     ),
@@ -203,6 +207,7 @@ CHECKS = (
             Number("graphs", expect=YES, gpu_only=True),
         ),
         "its log is in gpu-check/work/host; rollout: {engine: safe} leaves graphs out",
+        opens=True,
     ),
     Check(
         "versions",
@@ -222,9 +227,9 @@ CHECKS = (
         "64 turns of 64 tokens: what was said when they were sampled, beside the same as prompts, "
         "and beside the trainer",
         (
-            Number("prompt_gap", must=(0, 0.2), expect=(0.003, 0.02), on_cpu=(0, 0.01)),
-            Number("trainer_gap", must=(0, 0.2), expect=(0.003, 0.02), on_cpu=(0, 0.01)),
-            Number("gap_ratio", expect=(0.7, 1.3)),
+            Number("prompt_gap", must=(0, 0.2), expect=(0.001, 0.02), on_cpu=(0, 0.01)),
+            Number("trainer_gap", must=(0, 0.2), expect=(0.001, 0.02), on_cpu=(0, 0.01)),
+            Number("gap_ratio", expect=(0.4, 1.3)),
         ),
         NO_PROOF,
     ),
@@ -245,7 +250,7 @@ CHECKS = (
         (
             Number("whole_turns", must=YES),
             Number("turns_over_a_load", must=(1, MOST)),
-            Number("grew_mib", must=(-MOST, 1000), expect=(-MOST, 50), on_cpu=(-MOST, 300)),
+            Number("grew_mib", must=(-MOST, 1000), expect=(-MOST, 250), on_cpu=(-MOST, 300)),
             Number("gap_ratio", must=(0, 5), expect=(0, 2), on_cpu=(0, 2)),
         ),
         "memory: tell us; turns: rollout: {engine: safe} tells whether async scheduling does it",
@@ -340,7 +345,7 @@ CHECKS = (
         (
             GAP,
             Number("refused", must=YES),
-            Number("prompt_gap", must=(0, 0.2), expect=(0.003, 0.02), on_cpu=(0, 0.01)),
+            Number("prompt_gap", must=(0, 0.2), expect=(0.001, 0.02), on_cpu=(0, 0.01)),
         ),
         NO_PROOF,
         gpus=2,

@@ -89,6 +89,17 @@ def test_a_process_that_dies_costs_its_check_and_the_next_one_is_made(
     ] * 2
 
 
+def test_a_server_that_does_not_start_is_tried_once_and_what_needs_it_is_left(
+    record: Record, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("sys.executable", "false")
+    wanted = ["start", "versions", "decode", "offload"]
+    assert [one.name for one, _ in check._checks(record, 0, wanted)] == ["start", "offload"]
+    left = {one.name for one in check._left(record, 0)}
+    assert {"versions", "decode"} <= left
+    assert not {"start", "offload"} & left
+
+
 def test_what_is_sent_names_neither_host_nor_home(record: Record):
     host, home = socket.gethostname(), str(Path.home())
     record.add(result("run", verdict="failed", error=f"{host}: {home}/x is away"))
