@@ -46,19 +46,25 @@ _MAX_ROWS = 200
 """The most rows of the step table; a longer run shows evenly spread ones."""
 _NEWEST = 40
 """The most rows of the tables of decisions, plans and moves, which show the newest ones."""
+_OFF_THE_CHART = 5
+"""Times as long as all others that the first wait is, from which on it is told in words."""
 SMOOTHED = (("a", "dot", "one step"), ("a", "line", "smoothed"))
 """The key of a chart with a point for every step and a smoothed line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """One drawing with its title and its key, as (colour variable, shape, meaning)."""
+    """One drawing with its title and its key, as (colour variable, shape, meaning).
+
+    ``narrow`` is drawn in place of ``svg`` on a narrow screen, where one is given.
+    """
 
     title: str
     unit: str
     svg: str
     keys: Sequence[tuple[str, str, str]] = ()
     wide: bool = False
+    narrow: str = ""
 
 
 def write_report(run_dir: Path, *, now: float, tolerance: float | None = None) -> Path:
@@ -202,14 +208,29 @@ def _evaluation_charts(
         ends = [Series(xs, of(f"pass@1/{end}"), "a", "dashes") for end in ("low", "high")]
         values = of("pass@1")
         series = [rewards, *ends, Series(xs, values, "a"), Series(xs, values, "a", "points")]
-        svg = over_steps(series, width=1080, height=270)
         keys = (
             ("a", "line", "pass@1, with its 95 % interval"),
             ("b", "line", "training reward, smoothed"),
         )
         unit = f"{done[-1].tasks} tasks, {done[-1].samples} samples each, never trained on"
-        charts.append(Chart(f"Evaluation {name}", unit, svg, keys, wide=True))
+        charts.append(_wide(f"Evaluation {name}", unit, series, keys))
     return charts
+
+
+def _wide(
+    title: str,
+    unit: str,
+    series: Sequence[Series],
+    keys: Sequence[tuple[str, str, str]],
+    *,
+    height: int = 270,
+    bands: Sequence[Band] = (),
+    floor: float | None = None,
+) -> Chart:
+    """Draw curves over the whole width of the page, and once more for narrow screens."""
+    svg = over_steps(series, bands=bands, floor=floor, width=1080, height=height)
+    narrow = over_steps(series, bands=bands, floor=floor)
+    return Chart(title, unit, svg, keys, wide=True, narrow=narrow)
 
 
 def _slot_chart(reader: Reader, status: RunSummary, steps: Sequence[StepRecord]) -> list[Chart]:
@@ -257,14 +278,14 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[C
     speeds = [step.tokens_per_s for step in steps]
     stale = [step.staleness_mean for step in steps]
     oldest = [float(step.staleness_max) for step in steps]
-    waits, works = [s.waited_s for s in steps], [s.ended_at - s.started_at for s in steps]
+    works = [step.ended_at - step.started_at for step in steps]
+    waits, beside = _waits(steps)
     charts = [
-        Chart(
+        _wide(
             judged.name.capitalize(),
             judged.unit or "mean over the trajectories of a step",
-            over_steps(both(judged.values), width=1080, height=270),
+            both(judged.values),
             SMOOTHED,
-            wide=True,
         ),
         Chart(
             "Trajectory length",
@@ -286,12 +307,23 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[C
         ),
         Chart(
             "Time of a step",
-            "seconds",
+            f"seconds{beside}",
             over_steps([*both(works), *both(waits, "b")], floor=0.1),
             (("a", "line", "the trainer works"), ("b", "line", "the trainer waits")),
         ),
     ]
     return charts + _batch_charts(steps) + _gap_chart(steps, tolerance)
+
+
+def _waits(steps: Sequence[StepRecord]) -> tuple[list[float], str]:
+    """Return the seconds that the trainer waited before each step, and words on what is left out.
+
+    The first wait, for servers that start, is left out where it would be all that a chart shows.
+    """
+    first, *others = (step.waited_s for step in steps)
+    if not others or first < _OFF_THE_CHART * max(others):
+        return [first, *others], ""
+    return [math.nan, *others], f"; {first:.0f} s before the first are not drawn"
 
 
 def _batch_charts(steps: Sequence[StepRecord]) -> list[Chart]:
@@ -327,9 +359,9 @@ def _decision_chart(
         return []
     xs, periods = [float(step.step) for step in steps], [step.period_s for step in steps]
     series = [Series(xs, periods, "a", "points"), Series(xs, smooth(periods), "a")]
-    svg = over_steps(series, bands=bands, floor=0.1, width=1080, height=230)
     keys = (*SMOOTHED, ("b", "line", "predicted"), ("b", "box", "four means of five"))
-    return [Chart("Predicted and observed steps", "seconds", svg, keys, wide=True)]
+    title = "Predicted and observed steps"
+    return [_wide(title, "seconds", series, keys, height=230, bands=bands, floor=0.1)]
 
 
 def _bands(steps: Sequence[StepRecord], decisions: Sequence[DecisionRecord]) -> Iterator[Band]:

@@ -90,6 +90,19 @@ def test_the_batches_have_charts_where_there_is_something_to_show(tmp_path: Path
     assert "10.0% of tokens over the bound" in page
 
 
+@pytest.mark.parametrize(("first_s", "told"), [(49.0, True), (2.0, False)])
+def test_a_first_wait_that_would_hide_the_others_is_told_in_words(
+    tmp_path: Path, first_s: float, told: bool
+) -> None:
+    with Journal(tmp_path) as journal:
+        for _, record in sample_run.records():
+            if isinstance(record, r.StepRecord):
+                record = replace(record, waited_s=first_s if record.step == 1 else 1.0)
+            journal.save(record)
+    page = write_report(tmp_path, now=_NOW).read_text(encoding="utf-8")
+    assert ("seconds; 49 s before the first are not drawn" in page) is told
+
+
 def test_it_is_small(page_text: str) -> None:
     assert len(page_text.encode()) < _LIMIT_BYTES
 
@@ -100,7 +113,8 @@ def test_every_curve_that_was_asked_for_is_there(page_text: str) -> None:
     named = ("loss", "grad_norm", "entropy", "clip_fraction", "tis_mean", "request_queue_time_s")
     for title in (*titles, "Weight sync", "Time of a step", "Slots", *named):
         assert f"<b>{title}</b>" in page_text
-    assert page.tags.count("svg") == 8 + len(named)
+    assert page.tags.count("svg") == 8 + len(named) + page_text.count('class="on-narrow"')
+    assert page_text.count('class="on-narrow"') == page_text.count('class="on-wide"') == 1
     assert "tolerance" not in page.words
     assert "local/1" in page.words
 
