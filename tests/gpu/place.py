@@ -14,6 +14,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.gpu.expected import NoServer
 from tests.gpu.model import Size
 from tests.gpu.served import Server
 from tests.vllm_server import bench_of
@@ -84,26 +85,29 @@ class Place:
     ) -> tuple[Server, float]:
         """Start a server in place of the one before; returns it and the seconds that it took.
 
-        ``rollout`` are more keys of that section of its recipe.
+        ``rollout`` are more keys of that section of its recipe. Raises NoServer.
         """
         self.stop()
         require(model)
         began = time.monotonic()
-        bench = self._open.enter_context(
-            bench_of(
-                model,
-                self.base / "host",
-                dtype="bfloat16",
-                ranks=ranks,
-                gpus=ranks if self.gpus else 0,
-                rollout={
-                    "gpu_memory": SHARE,
-                    "buckets": [{"name": "all", "max_num_seqs": self.size.seats}],
-                    **(rollout or {}),
-                },
-                start_s=START_S,
+        try:
+            bench = self._open.enter_context(
+                bench_of(
+                    model,
+                    self.base / "host",
+                    dtype="bfloat16",
+                    ranks=ranks,
+                    gpus=ranks if self.gpus else 0,
+                    rollout={
+                        "gpu_memory": SHARE,
+                        "buckets": [{"name": "all", "max_num_seqs": self.size.seats}],
+                        **(rollout or {}),
+                    },
+                    start_s=START_S,
+                )
             )
-        )
+        except Exception as error:
+            raise NoServer(f"{type(error).__name__}: {error}") from error
         self._server = Server(bench)
         return self._server, time.monotonic() - began
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import socket
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.gpu import check, report
 from tests.gpu.check import Record
-from tests.gpu.expected import BY_NAME, CHECKS, kind_of
+from tests.gpu.expected import BY_NAME, CHECKS, Check, kind_of
 
 RIGHT = {"whole_turns": True, "tokens_per_s": 9000.0}
 MACHINE = {"gpus": ["NVIDIA H100 80GB HBM3, 580.95.05, 81559"], "torch": "2.13.0"}
@@ -92,12 +94,20 @@ def test_a_process_that_dies_costs_its_check_and_the_next_one_is_made(
 def test_a_server_that_does_not_start_is_tried_once_and_what_needs_it_is_left(
     record: Record, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("sys.executable", "false")
-    wanted = ["start", "versions", "decode", "offload"]
-    assert [one.name for one, _ in check._checks(record, 0, wanted)] == ["start", "offload"]
-    left = {one.name for one in check._left(record, 0)}
-    assert {"versions", "decode"} <= left
-    assert not {"start", "offload"} & left
+    def process(group: Sequence[Check], *_: object) -> Iterator[tuple[Check, dict[str, Any]]]:
+        error = "NoServer: it has no GPU" if group[0].part == "server" else "ValueError: no"
+        told = result(group[0].name, verdict="failed", error=error)
+        record.add(told)
+        yield group[0], told
+
+    monkeypatch.setattr(check, "_in_a_process", process)
+    wanted = ["versions", "decode", "speed", "offload", "run"]
+    assert [one.name for one, _ in check._checks(record, 0, wanted)] == [
+        "versions",
+        "offload",
+        "run",
+    ]
+    assert {"decode", "speed"} <= {one.name for one in check._left(record, 0)}
 
 
 def test_what_is_sent_names_neither_host_nor_home(record: Record):
