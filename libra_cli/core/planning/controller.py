@@ -73,6 +73,8 @@ class PlanController:
         self._due: tuple[str, str] | None = None
         #: A planner's answer is awaited.
         self._awaiting = False
+        #: Whether no step had been timed of the work that it was asked about.
+        self._untimed = False
         #: What the planner was last asked for, and after which step.
         self._asked: tuple[str, int] = ("", 0)
         #: Under which today's plan was chosen.
@@ -164,15 +166,20 @@ class PlanController:
             self._due = (why, "")
         return self._observe(period)
 
-    def glance(self, ended: int, error: Callable[[], float], *, now: Seconds) -> None:
-        """See whether the first trajectories tell enough to look before a step has been timed.
+    def glance(
+        self, ended: int, error: Callable[[], float], *, overdue: bool, now: Seconds
+    ) -> bool:
+        """See whether the first trajectories tell enough to look before a step has been timed, or
+        those since the newest step where the next one is ``overdue``; return whether they do.
 
         ``ended`` of them have finished, which tell the mean turns with a standard ``error`` (a
         share).
         """
-        if self._due is None and self._may_look and not self._busy:
-            why = self._triggers.glance(ended, error, now=now)
-            self._due = (why, "") if why else None
+        if self._due is not None or not self._may_look or self._busy:
+            return False
+        why = self._triggers.glance(ended, error, overdue=overdue, now=now)
+        self._due = (why, "") if why else None
+        return bool(why)
 
     def look(self, observe: Callable[[], Observation | None]) -> list[Result]:
         """Ask the planner, if that is due; once an event, when all that it tells is known."""
@@ -185,7 +192,9 @@ class PlanController:
         if seen is None:
             text = "no move: no trajectory has finished yet, so the work is not known"
             return self._answer(order, accepted=True, text=text)
-        self._triggers.rest()
+        self._untimed = self._triggers.by_clock
+        if not self._untimed:
+            self._triggers.rest()
         self._awaiting, self._asked = True, (why, seen.step)
         return [Propose(why, seen, order)]
 
@@ -234,8 +243,8 @@ class PlanController:
     def _objection(self, event: PlanChosen) -> tuple[bool, str] | None:
         """Return why a plan is not adopted, and whether an order for it counts as carried out.
 
-        Until a step has been timed prices are as they were given, and only a plan that is better by
-        more than these can be wrong is adopted.
+        Until a step of the work has been timed prices are as they were given, or as other work has
+        shown them, and only a plan that is better by more than these can be wrong is adopted.
         """
         plan, told = event.plan, event.explanation
         if _wanted_of(plan) == _wanted_of(self._reconciler.plan(())):
@@ -245,9 +254,9 @@ class PlanController:
             return False, f"the plan moves slots that are pinned: {', '.join(sorted(held))}"
         if lost := self._reconciler.cannot_train(plan, event.slots):
             return False, lost
-        untimed = self._triggers.by_clock and not event.order
+        untimed = self._untimed and not event.order
         if untimed and told and told.today.step_s < UNTIMED_GAIN * told.chosen.step_s:
-            return True, "it is too little better to be sure before a step has been timed"
+            return True, "it is too little better to be sure before a step of this work is timed"
         return None
 
     def kept(self, event: PlanKept, *, now: Seconds) -> list[Result]:

@@ -61,11 +61,14 @@ def recalibrated(
     """Correct the prices by the steps measured on today's layout, of the work ``played`` in them.
 
     The search is for the ``workload`` that rollout begins, and for training of what has ``ended``.
-    Raises NothingFits.
+    Where no step was measured the correction of ``before`` stays. Raises NothingFits.
     """
     if not measured:
+        priced = Search(profile, workload, gpus, settings, ended).times(today)
+        found = before or Recalibration()
+        profile = profile.recalibrated(found)
         search = Search(profile, workload, gpus, settings, ended)
-        return RecalibratedSearch(None, search.times(today), Recalibration(), profile, search)
+        return RecalibratedSearch(None, priced, found, profile, search)
     past = Search(profile, played or workload, gpus, settings)
     priced, step = past.times(today), mean_step(measured)
     shown = _stages(step, priced, past, today)

@@ -2,7 +2,8 @@
 
     one half waited for more than ``MOST`` of each of ``MOST_STEPS`` steps    at once
     a first step has been timed                                               at once
-    before that, trajectories have ended that tell the lengths of the others  at most every 5 s
+    before that, and where a step lasts ``OVERDUE`` times the usual,
+    trajectories have ended that tell the lengths of the others               at most every 5 s
     one half waited for at least ``IDLE`` of a step                           after a rest
     the work has drifted since the last look: lengths, turns, contexts,
     tools, or what is played for each trajectory that is trained              after a rest
@@ -38,6 +39,8 @@ MOST_ERROR = 0.25
 MORE = 2
 """Times as many have to have finished for another look by the clock."""
 EVERY_S: Seconds = 5.0
+OVERDUE = 3
+"""Times as long as the newest ones that a step lasts whose work is another one. Chosen."""
 FILLING = 1
 """Steps at the beginning that tell nothing: training waits for the first trajectories to grow."""
 
@@ -63,7 +66,8 @@ class ReplanTriggers:
         #: Whether there was a look at the first step; whether a step has been timed.
         self._begun = False
         self._timed = False
-        #: Trajectories that had finished at the last look by the clock; when the next may be.
+        #: Trajectories that had finished at the last look by the clock, 0 if there was none since
+        #: the newest step; when the next may be.
         self._glanced = 0
         self._glances_at: Seconds = -inf
 
@@ -75,7 +79,7 @@ class ReplanTriggers:
         of late: means of at least 1, each by its name in words.
         """
         self._since += 1
-        self._timed = True
+        self._timed, self._glanced = True, 0
         self._looked_work = {**work, **self._looked_work}
         calm = {half for half, share in idle.items() if share < CALM}
         self._looked_at -= calm
@@ -90,23 +94,27 @@ class ReplanTriggers:
 
     @property
     def by_clock(self) -> bool:
-        """Whether no step has been timed yet, so that the clock says when to look."""
-        return not self._timed
+        """Whether no step has been timed yet of the work that the newest look saw, so that the
+        clock said when."""
+        return not self._timed or self._glanced > 0
 
-    def glance(self, ended: int, error: Callable[[], float], *, now: Seconds) -> str:
-        """Return why to plan by the clock, while no step has been timed; empty if nothing is told.
+    def glance(self, ended: int, error: Callable[[], float], *, overdue: bool, now: Seconds) -> str:
+        """Return why to plan by the clock, while no step has been timed or one is ``overdue``;
+        empty if nothing is told.
 
         ``ended`` trajectories have finished, and the standard ``error`` of what they tell is asked
         for only where it matters.
         """
         more = ended >= max(LEAST_ENDED, MORE * self._glanced)
-        if self._timed or not more or now < self._glances_at:
+        is_known = self._timed and not overdue
+        if is_known or not more or now < self._glances_at:
             return ""
         self._glances_at = now + EVERY_S
         if error() > MOST_ERROR:
             return ""
         self._glanced = ended
-        return f"{ended} trajectories have ended"
+        late = f"a step takes {OVERDUE} times the usual, and " if overdue else ""
+        return f"{late}{ended} trajectories have ended"
 
     def overlaps(self, steps: float, *, after: int) -> None:
         """The trajectories of another number of steps may be in flight together from now on, and a

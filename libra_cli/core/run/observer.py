@@ -5,7 +5,7 @@ a replay of a run's database (``runtime.store.replay``, for ``libra rebalance --
 ``libra run --resume``) make the same observation of the same run. Windows: the trajectories of two
 steps and at least ``LEAST_SAMPLES``, ``RECENT_TURNS`` turns, ``RECENT_STEPS`` steps. Limit: until
 the first steps' worth is trained a live run and the simulator also know what waits for frozen
-models (``core.run.asked_now``), which is in no row.
+models (``core.run.asked_now``), which is in no row, and they alone know when a step is overdue.
 
 After a sudden change of the work (``core.run.change_point``) only the steps since count, and as
 many trajectories as they train: what was before is no evidence of what comes.
@@ -36,7 +36,7 @@ from libra_cli.core.explanation import PastPrediction, past_prediction
 from libra_cli.core.model_use import AskedModels, ModelDemand, uses_of
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.planning.admission import RECENT
-from libra_cli.core.planning.triggers import FILLING, steps_to_average
+from libra_cli.core.planning.triggers import FILLING, OVERDUE, steps_to_average
 from libra_cli.core.records import (
     DecisionRecord,
     GroupRecord,
@@ -126,6 +126,11 @@ class RunObserver:
         self._samples: deque[TrajectorySample] = deque(maxlen=newest)
         #: All that have finished, while the first steps' worth is in flight; None after that.
         self._first: list[TrajectorySample] | None = []
+        #: Those that have begun and finished since the newest step.
+        self._since_step: list[TrajectorySample] = []
+        #: Whether the work is to be told by what has begun since the newest step alone, since the
+        #: next one is overdue: what was measured before is of other work.
+        self.overdue = False
         self._in_play = InPlay()
         #: Generated tokens of the turns that have ended since the newest step.
         self._played_tokens: Tokens = 0
@@ -201,18 +206,18 @@ class RunObserver:
     def workload(self) -> Workload | None:
         """The work to come, as the newest finished trajectories tell it; None before the first.
 
-        In the first steps, where these are the short ones, those under way count with the lengths
-        that they will have (``costs.survival``).
+        In the first steps and where one is ``overdue``, where these are the short ones, those under
+        way count with the lengths that they will have (``costs.survival``).
         """
         if not self._samples:
             return None
-        factor, since = self._conversations.tools.factor, self._history.since
-        done, alive = self._under_way if self._first else ([], [])
-        newest = [*self._first, *done] if self._first else list(self._samples)
+        factor, since, early = self._conversations.tools.factor, self._history.since, self._early
+        done, alive = self._under_way if early else ([], [])
+        newest = [*early, *done] if early else list(self._samples)
         if since is not None:
             newest = newest[-since * self._recipe.trajectories_per_step :]
         ended = [replace(one, tool_s=one.tool_s * factor) for one in newest]
-        samples = completed(ended, alive) if self._first else tuple(ended)
+        samples = completed(ended, alive) if early else tuple(ended)
         extras = self._extras.mean(since or RECENT)
         work = workload_of(self._recipe, samples, extras, self._rule)
         asked = self._asked.demands(since or RECENT, work.finished)
@@ -232,9 +237,10 @@ class RunObserver:
 
     @property
     def staleness(self) -> BoundEvidence | None:
-        """What is known of the staleness bound; None where the recipe fixes it."""
+        """What is known of the staleness bound; None where the recipe fixes it, and where a step is
+        ``overdue``, for it was other work that told."""
         training = self._recipe.training
-        if not training.staleness.is_chosen:
+        if self.overdue or not training.staleness.is_chosen:
             return None
         return BoundEvidence(
             bound=self._rule.bound,
@@ -244,18 +250,33 @@ class RunObserver:
             left=dict(self._left),
         )
 
+    def is_late(self, *, now: Seconds) -> bool:
+        """Whether the step under way takes ``OVERDUE`` times as long as the longest of the newest
+        ones, which are as many as overlap or more: some are very short, and some wait."""
+        measured = self.measured
+        if self._first is not None or self._ended_at is None or len(measured) <= self._rule.bound:
+            return False
+        return now - self._ended_at > OVERDUE * max(step.step_s for step in measured)
+
+    @property
+    def _early(self) -> list[TrajectorySample]:
+        """The finished ones of trajectories that all began together; empty where the newest ones
+        tell the work."""
+        return self._since_step if self.overdue else self._first or []
+
     @property
     def first_ended(self) -> int:
-        """Trajectories that have finished while the first steps' worth is in flight; 0 after."""
-        return len(self._first or ())
+        """Trajectories that have finished while the first steps' worth is in flight, or that have
+        begun and finished in a step that is ``overdue``; 0 otherwise."""
+        return len(self._early)
 
     @property
     def first_error(self) -> float:
         """Standard error of the turns expected then, as a share; infinite where none is known."""
-        if not self._first:
+        if not self._early:
             return inf
         done, alive = self._under_way
-        ended = (one.turns for one in (*self._first, *done))
+        ended = (one.turns for one in (*self._early, *done))
         return TurnSurvival(ended, (one.turns for one in alive)).error
 
     @property
@@ -265,17 +286,19 @@ class RunObserver:
 
         The former wait for a frozen model's last answer. They are as many as ``AskedModels`` tells,
         and taken to be the first of those that wait for their environment; none where that is less
-        than half of these, which may wait for tools.
+        than half of these, which may wait for tools. In a step that is ``overdue`` they are those
+        that have begun in it.
         """
         now, conversations = self.asked_now, self._conversations
+        begun = conversations.alive_since(self._ended_at if self.overdue else None)
         last = self._asked.last_asked(now.all_uses)
         done = dict(islice(now.asking.items(), last if 2 * last > len(now.asking) else 0))
         ended = [
             replace(one.so_far, tool_s=conversations.tool_s(who, one.queued_at))
             for who, one in done.items()
-            if not is_evaluation(who[0])
+            if not is_evaluation(who[0]) and (who in begun or not self.overdue)
         ]
-        return ended, [one for who, one in conversations.alive.items() if who not in done]
+        return ended, [one for who, one in begun.items() if who not in done]
 
     @property
     def signs(self) -> Mapping[str, float]:
@@ -295,12 +318,18 @@ class RunObserver:
 
     @property
     def measured(self) -> tuple[MeasuredStep, ...]:
-        """The newest steps under today's plan, without the first of the run."""
+        """The newest steps under today's plan, without the first of the run; none where the next
+        one is ``overdue``."""
+        if self.overdue:
+            return ()
         return tuple(self._measured)[-(self._history.since or RECENT) :]
 
     @property
     def lengths(self) -> tuple[float, ...]:
-        """Mean generated tokens of the newest steps, oldest first."""
+        """Mean generated tokens of the newest steps, oldest first; none where the next one is
+        ``overdue``."""
+        if self.overdue:
+            return ()
         return tuple(self._lengths)[-(self._history.since or RECENT) :]
 
     @property
@@ -359,6 +388,7 @@ class RunObserver:
             self._in_play.change(+1, now=row.started_at)
             return
         self._in_play.change(-1, now=row.ended_at)
+        is_new = self._conversations.began_since(row, self._ended_at)
         sample = self._conversations.ended(row)
         if sample is not None and row.state == "finished":
             self._samples.append(sample)
@@ -366,10 +396,13 @@ class RunObserver:
             self._asked.ended()
             if self._first is not None:
                 self._first.append(sample)
+            elif is_new:
+                self._since_step.append(sample)
 
     def _step(self, row: StepRecord) -> None:
         began = row.started_at - row.waited_s if self._ended_at is None else self._ended_at
         self._ended_at = row.ended_at
+        self._since_step.clear()
         in_play_s, concurrency = self._in_play.take(now=row.ended_at)
         played_tokens, self._played_tokens = self._played_tokens, 0
         self._lengths.append(row.mean_length)
@@ -431,6 +464,7 @@ class _Conversation:
     last: TurnRecord
     prompt: Tokens
     generated: Tokens
+    began_at: Seconds
     turns: int = 1
     tool_s: Seconds = 0.0
 
@@ -457,7 +491,9 @@ class _Conversations:
         one = self._under_way.get(who)
         cached = 0
         if one is None:
-            self._under_way[who] = _Conversation(row, row.prompt_tokens, row.generated_tokens)
+            self._under_way[who] = _Conversation(
+                row, row.prompt_tokens, row.generated_tokens, row.queued_at
+            )
         else:
             before, one.last = one.last, row
             one.turns += 1
@@ -470,10 +506,19 @@ class _Conversations:
         self.tools.played(row.ended_at - row.queued_at)
         return played_turn(row, cached)
 
-    @property
-    def alive(self) -> dict[Member, TrajectorySample]:
-        """Return the trajectories under way, as far as they have come."""
-        return {who: one.so_far for who, one in self._under_way.items()}
+    def alive_since(self, at: Seconds | None) -> dict[Member, TrajectorySample]:
+        """Return the trajectories under way, as far as they have come; with a time, those that
+        asked for their first turn after it."""
+        return {
+            who: one.so_far
+            for who, one in self._under_way.items()
+            if at is None or one.began_at >= at
+        }
+
+    def began_since(self, row: TrajectoryRecord, at: Seconds | None) -> bool:
+        """Whether a trajectory under way asked for its first turn after this time."""
+        one = self._under_way.get((row.group_id, row.member, row.attempt))
+        return one is not None and at is not None and one.began_at >= at
 
     def tool_s(self, who: Member, queued_at: Seconds) -> Seconds:
         """Seconds that a trajectory under way has waited for tools until ``queued_at``, when its

@@ -59,9 +59,16 @@ class RunWatch:
     def look(self, *, now: Seconds) -> list[Result]:
         """Ask the planner, if that is due by now."""
         controller, observer = self._parts.controller, self._observer
-        if observer.first_ended:
-            controller.glance(observer.first_ended, self._first_error, now=now)
-        return controller.look(self.observe)
+        if self._parts.scheduler.training_over:
+            return controller.look(self.observe)
+        observer.overdue = late = observer.is_late(now=now)
+        due = observer.first_ended and controller.glance(
+            observer.first_ended, self._first_error, overdue=late, now=now
+        )
+        observer.overdue = late and bool(due)  # whoever orders a look is told all that is known
+        looks = controller.look(self.observe)
+        observer.overdue = False
+        return looks
 
     def _first_error(self) -> float:
         self._observer.asked_now = asked_now(self._parts)

@@ -13,6 +13,7 @@ import pytest
 
 from libra_cli.core.model_use import ModelUse, ModelUses
 from libra_cli.core.planning.controller import record_of_plan
+from libra_cli.core.planning.triggers import OVERDUE
 from libra_cli.core.records import (
     DecisionRecord,
     GroupRecord,
@@ -124,6 +125,58 @@ def test_in_the_first_steps_those_under_way_count_as_long_as_they_will_be() -> N
         observer.saw(sample_run.step_record(step, step * 10.0))
     assert observer.first_ended == 0
     assert {sample.turns for sample in observer.workload.samples} == {1}
+
+
+def measured_run(bound: int, steps: int) -> RunObserver:
+    """So many steps of 10 s have ended, of trajectories of a turn each."""
+    recipe = world.recipe(**ROOM, training={"groups_per_step": 8, "max_staleness": bound})
+    observer = RunObserver(recipe)
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    for group in range(20):
+        observer.saw(replace(TURN, group_id=group))
+        observer.saw(replace(ENDED, group_id=group, turns=1, generated_tokens=10))
+    for step in range(1, steps + 1):
+        observer.saw(sample_run.step_record(step, step * 10.0, started_at=step * 10.0 - 4))
+    return observer
+
+
+@pytest.mark.parametrize(("bound", "steps", "late"), [(1, 4, True), (4, 4, False), (4, 6, True)])
+def test_a_step_is_late_after_three_times_the_longest_of_those_that_overlap(
+    bound: int, steps: int, *, late: bool
+) -> None:
+    observer = measured_run(bound, steps)
+    longest_s, ended_at = max(step.step_s for step in observer.measured), steps * 10.0
+    assert not observer.is_late(now=ended_at + OVERDUE * longest_s)
+    assert observer.is_late(now=ended_at + OVERDUE * longest_s + 0.1) is late
+
+
+def test_in_a_late_step_only_what_has_begun_in_it_tells_the_work() -> None:
+    observer = measured_run(bound=1, steps=4)
+    for group in range(20, 40):  # of before, which have played a turn, and play one more
+        observer.saw(replace(TURN, group_id=group, queued_at=39.0, ended_at=39.5))
+        observer.saw(replace(TURN, group_id=group, turn=1, queued_at=41.0, ended_at=42.0))
+        if group < 30:
+            observer.saw(replace(ENDED, group_id=group, turns=2, generated_tokens=20))
+    for group in range(40, 60):  # of now
+        for turn in range(5):
+            at = 41.0 + turn
+            row = replace(TURN, group_id=group, turn=turn, queued_at=at, ended_at=at + 0.5)
+            observer.saw(row)
+        if group < 50:
+            observer.saw(replace(ENDED, group_id=group, turns=5, generated_tokens=50))
+    assert observer.first_ended == 0
+    assert observer.measured
+    assert observer.lengths
+    observer.overdue = True
+    assert observer.first_ended == 10
+    assert 0 < observer.first_error < 1
+    assert not observer.measured
+    assert not observer.lengths
+    assert observer.workload is not None
+    assert len(observer.workload.samples) == 20
+    assert min(sample.turns for sample in observer.workload.samples) == 5
+    observer.saw(sample_run.step_record(5, 99.0))
+    assert observer.first_ended == 0
 
 
 def judged(turns: int) -> RunObserver:

@@ -23,6 +23,7 @@ from libra_cli.core.planning.triggers import (
     LEAST_ENDED,
     MORE,
     MOST_ERROR,
+    OVERDUE,
     ReplanTriggers,
 )
 from libra_cli.core.records import DecisionRecord, PlanRecord, StepRecord
@@ -166,25 +167,43 @@ def test_the_planner_is_asked_by_the_clock_as_often_as_it_may_be(
 
     for passed, more, share in told:
         now, ended = now + passed, ended + more
-        if triggers.glance(ended, partial(error, share), now=now):
+        if triggers.glance(ended, partial(error, share), overdue=False, now=now):
             assert share <= MOST_ERROR
             looks.append(ended)
     assert all(after - before >= EVERY_S for before, after in pairwise(asked))
     assert all(after >= MORE * before for before, after in pairwise(looks))
     assert all(count >= LEAST_ENDED for count in looks)
     triggers.due({}, {})
-    assert not triggers.glance(10 * (ended + LEAST_ENDED), lambda: 0.0, now=now + EVERY_S)
+    assert not triggers.glance(
+        10 * (ended + LEAST_ENDED), lambda: 0.0, overdue=False, now=now + EVERY_S
+    )
 
 
 def test_what_few_trajectories_tell_is_looked_at_once_more_of_them_have_ended() -> None:
     triggers = ReplanTriggers(1000, 2.0)
-    glance = triggers.glance
+    glance = partial(triggers.glance, overdue=False)
     assert not glance(LEAST_ENDED - 1, lambda: 0.0, now=0.0)
     assert not glance(LEAST_ENDED, lambda: 1.1 * MOST_ERROR, now=1.0)
     assert not glance(LEAST_ENDED, lambda: 0.0, now=5.0)
     assert glance(LEAST_ENDED, lambda: 0.0, now=6.0) == f"{LEAST_ENDED} trajectories have ended"
     assert not glance(MORE * LEAST_ENDED - 1, lambda: 0.0, now=60.0)
     assert glance(MORE * LEAST_ENDED, lambda: 0.0, now=60.0)
+
+
+def test_a_step_that_is_overdue_is_looked_at_by_the_clock_until_it_ends() -> None:
+    triggers = ReplanTriggers(1000, 2.0)
+    triggers.due({}, {})
+    assert not triggers.by_clock
+    assert not triggers.glance(LEAST_ENDED, lambda: 0.0, overdue=False, now=9.0)
+    told = triggers.glance(LEAST_ENDED, lambda: 0.0, overdue=True, now=9.0)
+    assert (
+        told == f"a step takes {OVERDUE} times the usual, and {LEAST_ENDED} trajectories have ended"
+    )
+    assert triggers.by_clock
+    assert not triggers.glance(MORE * LEAST_ENDED - 1, lambda: 0.0, overdue=True, now=60.0)
+    triggers.due({}, {})
+    assert not triggers.by_clock
+    assert triggers.glance(LEAST_ENDED, lambda: 0.0, overdue=True, now=99.0)
 
 
 def test_turns_that_have_become_more_start_a_look():
@@ -403,21 +422,30 @@ def test_the_first_plan_is_a_decision_where_a_planner_made_it():
 
 
 @pytest.mark.parametrize(("factor", "moves"), [(0.99, False), (1.01, True)])
-@pytest.mark.parametrize("timed", [True, False])
+@pytest.mark.parametrize(("steps", "overdue"), [(0, False), (6, False), (6, True)])
 def test_before_a_step_has_been_timed_a_plan_has_to_be_better_by_more_than_predictions_err(
-    factor: float, *, moves: bool, timed: bool
+    factor: float, *, moves: bool, steps: int, overdue: bool
 ):
-    world = scene()
-    if timed:
-        world.steps_on(6)
+    world = scene(kind="libra")
+    world.until(lambda: world.machine.observe() is not None)
+    if steps:
+        world.steps_on(steps)
+    made = world.machine.controller
+    if steps and not overdue:
+        made._due = ("a step has ended", "")
+    else:
+        assert made.glance(MORE * LEAST_ENDED, lambda: 0.0, overdue=overdue, now=1e6)
+    assert made.look(world.machine.observe)
+    # A step that ends while the planner thinks does not make it surer.
+    made._triggers.due({}, {})
     plan = world.machine.reconciler.plan(())
     (slot, _), *rest = plan.servers
     plan = replace(plan, servers=tuple(rest), gradient=(*plan.gradient, slot))
     told = sample_run.MOVED
     before_s = told.chosen.step_s * controller.UNTIMED_GAIN * factor
     told = replace(told, today=replace(told.today, step_s=before_s))
-    world.machine.controller.chosen(e.PlanChosen(plan, world._slots, explanation=told), now=9.0)
-    assert (world.machine.plan == plan) is (moves or timed)
+    made.chosen(e.PlanChosen(plan, world._slots, explanation=told), now=9.0)
+    assert (world.machine.plan == plan) is (moves or (steps > 0 and not overdue))
 
 
 @pytest.mark.parametrize(("kind", "asks"), [("libra", True), ("fixed", False)])
@@ -425,7 +453,7 @@ def test_the_planner_is_asked_by_the_clock_where_it_may_move_slots(kind: str, as
     world = scene(kind=kind)
     world.until(lambda: world.machine.observe() is not None)
     made = controller.PlanController(world.recipe, world.machine.reconciler, world.machine.plan)
-    made.glance(LEAST_ENDED, lambda: 0.0, now=3.0)
+    made.glance(LEAST_ENDED, lambda: 0.0, overdue=False, now=3.0)
     looks = made.look(world.machine.observe)
     assert [look.why for look in looks if isinstance(look, a.Propose)] == (
         [f"{LEAST_ENDED} trajectories have ended"] if asks else []
