@@ -458,3 +458,25 @@ def test_the_planner_is_asked_by_the_clock_where_it_may_move_slots(kind: str, as
     assert [look.why for look in looks if isinstance(look, a.Propose)] == (
         [f"{LEAST_ENDED} trajectories have ended"] if asks else []
     )
+
+
+def looks_since(world: Scene, number: int) -> list[a.Propose]:
+    return [act for act in world.log[number:] if isinstance(act, a.Propose)]
+
+
+def test_a_step_that_does_not_end_is_looked_at_with_what_has_begun_in_it_alone() -> None:
+    world = scene(kind="libra")
+    world.steps_on(6)
+    world.silent = lambda event: isinstance(event, e.StepDone)
+    began = len(world.log)
+    late = f"a step takes {OVERDUE} times the usual"
+    world.until(lambda: any(late in look.why for look in looks_since(world, began)))
+    look = looks_since(world, began)[-1]
+    assert not look.observation.measured
+    assert not look.observation.lengths
+    assert look.observation.workload.samples
+    world.until(lambda: not world.machine.controller._busy)
+    world.give(e.PlanOrdered("order-0", (), ()))
+    ordered = looks_since(world, began)[-1]
+    assert ordered.order
+    assert ordered.observation.measured
