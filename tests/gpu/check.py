@@ -123,7 +123,7 @@ def _all(
     if not failed and not list(_left(record, gpus)):
         shutil.rmtree(record.work, ignore_errors=True)
     if left := len(list(_left(record, gpus))):
-        console.print(f"{left} checks are left: the same command makes them")
+        console.print(f"{left} checks are left; next: python -m tests.gpu.check")
     console.print(f"please attach to an issue: {os.path.relpath(report)}")
     return int(failed)
 

@@ -79,6 +79,8 @@ class PlanController:
         self._asked: tuple[str, int] = ("", 0)
         #: Under which today's plan was chosen.
         self.recalibration: Recalibration | None = None
+        #: By the newest look at measured steps.
+        self.corrected: Recalibration | None = None
         #: The newest decision while it is not known what came, and the steps since.
         self._decision: DecisionRecord | None = None
         self._came: list[Seconds] = []
@@ -175,7 +177,8 @@ class PlanController:
         ``ended`` of them have finished, which tell the mean turns with a standard ``error`` (a
         share).
         """
-        if self._due is not None or not self._may_look or self._busy:
+        may = self._may_move if overdue else self._may_look
+        if self._due is not None or self._ending or self._busy or not may:
             return False
         why = self._triggers.glance(ended, error, overdue=overdue, now=now)
         self._due = (why, "") if why else None
@@ -192,7 +195,7 @@ class PlanController:
         if seen is None:
             text = "no move: no trajectory has finished yet, so the work is not known"
             return self._answer(order, accepted=True, text=text)
-        self._untimed = self._triggers.by_clock
+        self._untimed = not order and self._triggers.by_clock
         if not self._untimed:
             self._triggers.rest()
         self._awaiting, self._asked = True, (why, seen.step)
@@ -254,8 +257,7 @@ class PlanController:
             return False, f"the plan moves slots that are pinned: {', '.join(sorted(held))}"
         if lost := self._reconciler.cannot_train(plan, event.slots):
             return False, lost
-        untimed = self._untimed and not event.order
-        if untimed and told and told.today.step_s < UNTIMED_GAIN * told.chosen.step_s:
+        if self._untimed and told and told.today.step_s < UNTIMED_GAIN * told.chosen.step_s:
             return True, "it is too little better to be sure before a step of this work is timed"
         return None
 
@@ -289,6 +291,7 @@ class PlanController:
         choice = explanation.bound if explanation else None
         if plan is not None or (choice and choice.changes):
             self.recalibration = found
+        self.corrected = event.recalibration or self.corrected
         bound = choice.chosen.bound if choice else self.bound
         why, step = self._asked
         row = DecisionRecord(

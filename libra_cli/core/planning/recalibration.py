@@ -64,10 +64,11 @@ def recalibrated(
     Where no step was measured the correction of ``before`` stays. Raises NothingFits.
     """
     if not measured:
-        priced = Search(profile, workload, gpus, settings, ended).times(today)
-        found = before or Recalibration()
-        profile = profile.recalibrated(found)
         search = Search(profile, workload, gpus, settings, ended)
+        priced, found = search.times(today), before or Recalibration()
+        if before is not None:
+            profile = profile.recalibrated(found)
+            search = Search(profile, workload, gpus, settings, ended)
         return RecalibratedSearch(None, priced, found, profile, search)
     past = Search(profile, played or workload, gpus, settings)
     priced, step = past.times(today), mean_step(measured)

@@ -2,7 +2,7 @@
 
     one half waited for more than ``MOST`` of each of ``MOST_STEPS`` steps    at once
     a first step has been timed                                               at once
-    before that, and where a step lasts ``OVERDUE`` times the usual,
+    before that, and where a step lasts ``OVERDUE`` times the longest,
     trajectories have ended that tell the lengths of the others               at most every 5 s
     one half waited for at least ``IDLE`` of a step                           after a rest
     the work has drifted since the last look: lengths, turns, contexts,
@@ -40,13 +40,14 @@ MORE = 2
 """Times as many have to have finished for another look by the clock."""
 EVERY_S: Seconds = 5.0
 OVERDUE = 3
-"""Times as long as the newest ones that a step lasts whose work is another one. Chosen."""
+"""A step that lasts so many times as long as the longest of the newest ones may be of other work.
+Chosen."""
 FILLING = 1
 """Steps at the beginning that tell nothing: training waits for the first trajectories to grow."""
 
 
 class ReplanTriggers:
-    """The rules of when to plan again; asked once a step.
+    """The rules of when to plan again; asked once a step, and by the clock where that is said.
 
     ``overlap`` are the steps whose trajectories may be in flight together.
     """
@@ -113,7 +114,7 @@ class ReplanTriggers:
         if error() > MOST_ERROR:
             return ""
         self._glanced = ended
-        late = f"a step takes {OVERDUE} times the usual, and " if overdue else ""
+        late = f"a step takes {OVERDUE} times the longest of late, and " if overdue else ""
         return f"{late}{ended} trajectories have ended"
 
     def overlaps(self, steps: float, *, after: int) -> None:

@@ -126,8 +126,9 @@ class RunObserver:
         self._samples: deque[TrajectorySample] = deque(maxlen=newest)
         #: All that have finished, while the first steps' worth is in flight; None after that.
         self._first: list[TrajectorySample] | None = []
-        #: Those that have begun and finished since the newest step.
+        #: Those that have begun and finished since the newest step, and how many have begun.
         self._since_step: list[TrajectorySample] = []
+        self._begun = 0
         #: Whether the work is to be told by what has begun since the newest step alone, since the
         #: next one is overdue: what was measured before is of other work.
         self.overdue = False
@@ -211,10 +212,12 @@ class RunObserver:
         """
         if not self._samples:
             return None
-        factor, since, early = self._conversations.tools.factor, self._history.since, self._early
+        since, early = self._history.since, self._early
+        # What has begun in an overdue step has met today's tools already.
+        factor = 1.0 if self.overdue else self._conversations.tools.factor
         done, alive = self._under_way if early else ([], [])
         newest = [*early, *done] if early else list(self._samples)
-        if since is not None:
+        if since is not None and not early:
             newest = newest[-since * self._recipe.trajectories_per_step :]
         ended = [replace(one, tool_s=one.tool_s * factor) for one in newest]
         samples = completed(ended, alive) if early else tuple(ended)
@@ -260,8 +263,8 @@ class RunObserver:
 
     @property
     def _early(self) -> list[TrajectorySample]:
-        """The finished ones of trajectories that all began together; empty where the newest ones
-        tell the work."""
+        """The finished ones of all trajectories that began in the first steps, or in one that is
+        ``overdue``; empty where the newest ones tell the work."""
         return self._since_step if self.overdue else self._first or []
 
     @property
@@ -272,10 +275,13 @@ class RunObserver:
 
     @property
     def first_error(self) -> float:
-        """Standard error of the turns expected then, as a share; infinite where none is known."""
+        """Standard error of the turns expected then, as a share; infinite where none is known, and
+        while most of those that have begun in an ``overdue`` step have not played a turn."""
         if not self._early:
             return inf
         done, alive = self._under_way
+        if self.overdue and 2 * (len(self._early) + len(alive)) < self._begun:
+            return inf
         ended = (one.turns for one in (*self._early, *done))
         return TurnSurvival(ended, (one.turns for one in alive)).error
 
@@ -386,6 +392,7 @@ class RunObserver:
     def _trajectory(self, row: TrajectoryRecord) -> None:
         if row.ended_at is None:
             self._in_play.change(+1, now=row.started_at)
+            self._begun += 1
             return
         self._in_play.change(-1, now=row.ended_at)
         is_new = self._conversations.began_since(row, self._ended_at)
@@ -403,6 +410,7 @@ class RunObserver:
         began = row.started_at - row.waited_s if self._ended_at is None else self._ended_at
         self._ended_at = row.ended_at
         self._since_step.clear()
+        self._begun = 0
         in_play_s, concurrency = self._in_play.take(now=row.ended_at)
         played_tokens, self._played_tokens = self._played_tokens, 0
         self._lengths.append(row.mean_length)
@@ -492,7 +500,7 @@ class _Conversations:
         cached = 0
         if one is None:
             self._under_way[who] = _Conversation(
-                row, row.prompt_tokens, row.generated_tokens, row.queued_at
+                row, row.prompt_tokens, row.generated_tokens, min(row.queued_at, row.started_at)
             )
         else:
             before, one.last = one.last, row
@@ -508,7 +516,7 @@ class _Conversations:
 
     def alive_since(self, at: Seconds | None) -> dict[Member, TrajectorySample]:
         """Return the trajectories under way, as far as they have come; with a time, those that
-        asked for their first turn after it."""
+        asked for their first turn then or later."""
         return {
             who: one.so_far
             for who, one in self._under_way.items()
@@ -516,7 +524,7 @@ class _Conversations:
         }
 
     def began_since(self, row: TrajectoryRecord, at: Seconds | None) -> bool:
-        """Whether a trajectory under way asked for its first turn after this time."""
+        """Whether a trajectory under way asked for its first turn then or later."""
         one = self._under_way.get((row.group_id, row.member, row.attempt))
         return one is not None and at is not None and one.began_at >= at
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from libra_cli.core.actions import Action, Save
+from libra_cli.core.evidence import Recalibration
 from libra_cli.core.notices import Result
 from libra_cli.core.observation import Observation
 from libra_cli.core.records import Record, StepRecord
@@ -70,6 +71,13 @@ class RunWatch:
         observer.overdue = False
         return looks
 
+    @property
+    def _recalibration(self) -> Recalibration | None:
+        """That of today's plan, which measured steps change; where a step is overdue, which is not
+        measured, that of the newest look."""
+        controller = self._parts.controller
+        return controller.corrected if self._observer.overdue else controller.recalibration
+
     def _first_error(self) -> float:
         self._observer.asked_now = asked_now(self._parts)
         return self._observer.first_error
@@ -101,7 +109,7 @@ class RunWatch:
             measured=measured,
             lengths=self._observer.lengths,
             evidence=self._observer.evidence,
-            recalibration=parts.controller.recalibration,
+            recalibration=self._recalibration,
             rollout_idle=0.0 if starved else self._ready_share,
             queue=len(parts.scheduler) / max(1, parts.scheduler.queues.seats),
             steps_left=parts.recipe.run.steps - parts.training.step,

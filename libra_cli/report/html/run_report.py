@@ -279,7 +279,7 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[C
     stale = [step.staleness_mean for step in steps]
     oldest = [float(step.staleness_max) for step in steps]
     works = [step.ended_at - step.started_at for step in steps]
-    waits, beside = _waits(steps)
+    waits, beside = _waits(steps, works)
     charts = [
         _wide(
             judged.name.capitalize(),
@@ -315,13 +315,14 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[C
     return charts + _batch_charts(steps) + _gap_chart(steps, tolerance)
 
 
-def _waits(steps: Sequence[StepRecord]) -> tuple[list[float], str]:
+def _waits(steps: Sequence[StepRecord], works: Sequence[float]) -> tuple[list[float], str]:
     """Return the seconds that the trainer waited before each step, and words on what is left out.
 
-    The first wait, for servers that start, is left out where it would be all that a chart shows.
+    The first wait, for servers that start, is left out where it would be all that a chart shows
+    beside the ``works``, the seconds of the steps.
     """
     first, *others = (step.waited_s for step in steps)
-    if not others or first < _OFF_THE_CHART * max(others):
+    if not others or first <= _OFF_THE_CHART * max(*others, *works):
         return [first, *others], ""
     return [math.nan, *others], f"; {first:.0f} s before the first are not drawn"
 

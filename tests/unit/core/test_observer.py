@@ -127,6 +127,12 @@ def test_in_the_first_steps_those_under_way_count_as_long_as_they_will_be() -> N
     assert {sample.turns for sample in observer.workload.samples} == {1}
 
 
+def played(group: int, turn: int, at: float, ended_at: float) -> TurnRecord:
+    """A turn that was asked for and began at a time."""
+    row = replace(TURN, group_id=group, turn=turn, queued_at=at)
+    return replace(row, started_at=at, ended_at=ended_at)
+
+
 def measured_run(bound: int, steps: int) -> RunObserver:
     """So many steps of 10 s have ended, of trajectories of a turn each."""
     recipe = world.recipe(**ROOM, training={"groups_per_step": 8, "max_staleness": bound})
@@ -153,15 +159,14 @@ def test_a_step_is_late_after_three_times_the_longest_of_those_that_overlap(
 def test_in_a_late_step_only_what_has_begun_in_it_tells_the_work() -> None:
     observer = measured_run(bound=1, steps=4)
     for group in range(20, 40):  # of before, which have played a turn, and play one more
-        observer.saw(replace(TURN, group_id=group, queued_at=39.0, ended_at=39.5))
-        observer.saw(replace(TURN, group_id=group, turn=1, queued_at=41.0, ended_at=42.0))
+        observer.saw(played(group, 0, 39.0, 39.5))
+        observer.saw(played(group, 1, 41.0, 42.0))
         if group < 30:
             observer.saw(replace(ENDED, group_id=group, turns=2, generated_tokens=20))
     for group in range(40, 60):  # of now
         for turn in range(5):
             at = 41.0 + turn
-            row = replace(TURN, group_id=group, turn=turn, queued_at=at, ended_at=at + 0.5)
-            observer.saw(row)
+            observer.saw(played(group, turn, at, at + 0.5))
         if group < 50:
             observer.saw(replace(ENDED, group_id=group, turns=5, generated_tokens=50))
     assert observer.first_ended == 0
@@ -169,6 +174,7 @@ def test_in_a_late_step_only_what_has_begun_in_it_tells_the_work() -> None:
     assert observer.lengths
     observer.overdue = True
     assert observer.first_ended == 10
+    assert tool_seconds(observer) == {2.0}  # of today, whatever tools took before
     assert 0 < observer.first_error < 1
     assert not observer.measured
     assert not observer.lengths
@@ -177,6 +183,28 @@ def test_in_a_late_step_only_what_has_begun_in_it_tells_the_work() -> None:
     assert min(sample.turns for sample in observer.workload.samples) == 5
     observer.saw(sample_run.step_record(5, 99.0))
     assert observer.first_ended == 0
+
+
+def test_in_a_late_step_the_first_to_end_tell_nothing_before_most_have_played() -> None:
+    observer = measured_run(bound=1, steps=4)
+    for group in range(20, 60):
+        observer.saw(
+            replace(ENDED, group_id=group, state="running", started_at=41.0, ended_at=None)
+        )
+    for group in range(20, 40):
+        assert observer.first_error == inf
+        observer.saw(played(group, 0, 41.0, 42.0))
+        observer.saw(replace(ENDED, group_id=group, turns=1, generated_tokens=10, ended_at=42.0))
+        observer.overdue = True
+    assert observer.first_error == 0
+
+
+def test_in_a_late_step_nothing_is_said_of_the_staleness_bound() -> None:
+    training = {"groups_per_step": 8, "max_staleness": 1, "staleness": "auto"}
+    observer = RunObserver(world.recipe(**ROOM, training=training))
+    assert observer.staleness is not None
+    observer.overdue = True
+    assert observer.staleness is None
 
 
 def judged(turns: int) -> RunObserver:

@@ -90,17 +90,20 @@ def test_the_batches_have_charts_where_there_is_something_to_show(tmp_path: Path
     assert "10.0% of tokens over the bound" in page
 
 
-@pytest.mark.parametrize(("first_s", "told"), [(49.0, True), (2.0, False)])
+@pytest.mark.parametrize(
+    ("first_s", "others_s", "told"), [(49.0, 1.0, True), (2.0, 1.0, False), (0.0, 0.0, False)]
+)
 def test_a_first_wait_that_would_hide_the_others_is_told_in_words(
-    tmp_path: Path, first_s: float, told: bool
+    tmp_path: Path, first_s: float, others_s: float, told: bool
 ) -> None:
     with Journal(tmp_path) as journal:
         for _, record in sample_run.records():
             if isinstance(record, r.StepRecord):
-                record = replace(record, waited_s=first_s if record.step == 1 else 1.0)
+                record = replace(record, waited_s=first_s if record.step == 1 else others_s)
             journal.save(record)
     page = write_report(tmp_path, now=_NOW).read_text(encoding="utf-8")
     assert ("seconds; 49 s before the first are not drawn" in page) is told
+    assert ("are not drawn" in page) is told
 
 
 def test_it_is_small(page_text: str) -> None:

@@ -45,6 +45,18 @@ def test_prices_nobody_has_checked_stay() -> None:
     )
 
 
+def test_where_no_step_was_measured_a_correction_stays() -> None:
+    before = Recalibration(rollout=1.5, training=0.8)
+    settings = PlannerSettings()
+    found = recalibrated(PROFILE, LOAD, 32, settings, today=TODAY, measured=(), before=before)
+    raw = Search(PROFILE, LOAD, 32, settings).times(TODAY)
+    assert found.recalibration == before
+    assert found.priced == raw
+    corrected = found.search.times(TODAY)
+    assert corrected.rollout_s > 1.1 * raw.rollout_s
+    assert corrected.train_s < 0.9 * raw.train_s
+
+
 def test_where_training_waited_a_step_is_as_long_as_rollout() -> None:
     priced, _ = prices_after()
     seconds, correction = prices_after(MeasuredStep(1.5 * priced, priced, 0.5 * priced, 0.0, 0.0))

@@ -196,9 +196,8 @@ def test_a_step_that_is_overdue_is_looked_at_by_the_clock_until_it_ends() -> Non
     assert not triggers.by_clock
     assert not triggers.glance(LEAST_ENDED, lambda: 0.0, overdue=False, now=9.0)
     told = triggers.glance(LEAST_ENDED, lambda: 0.0, overdue=True, now=9.0)
-    assert (
-        told == f"a step takes {OVERDUE} times the usual, and {LEAST_ENDED} trajectories have ended"
-    )
+    why = f"a step takes {OVERDUE} times the longest of late"
+    assert told == f"{why}, and {LEAST_ENDED} trajectories have ended"
     assert triggers.by_clock
     assert not triggers.glance(MORE * LEAST_ENDED - 1, lambda: 0.0, overdue=True, now=60.0)
     triggers.due({}, {})
@@ -469,12 +468,13 @@ def test_a_step_that_does_not_end_is_looked_at_with_what_has_begun_in_it_alone()
     world.steps_on(6)
     world.silent = lambda event: isinstance(event, e.StepDone)
     began = len(world.log)
-    late = f"a step takes {OVERDUE} times the usual"
+    late = f"a step takes {OVERDUE} times the longest of late"
     world.until(lambda: any(late in look.why for look in looks_since(world, began)))
     look = looks_since(world, began)[-1]
     assert not look.observation.measured
     assert not look.observation.lengths
     assert look.observation.workload.samples
+    assert look.observation.recalibration == world.machine.controller.corrected
     world.until(lambda: not world.machine.controller._busy)
     world.give(e.PlanOrdered("order-0", (), ()))
     ordered = looks_since(world, began)[-1]
