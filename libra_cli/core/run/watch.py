@@ -73,8 +73,8 @@ class RunWatch:
 
     @property
     def _recalibration(self) -> Recalibration | None:
-        """That of today's plan, which measured steps change; where a step is overdue, which is not
-        measured, that of the newest look."""
+        """Return how prices are corrected before the newest steps are: as today's plan was chosen,
+        and where a step is overdue, so that none are measured, as at the newest look."""
         controller = self._parts.controller
         return controller.corrected if self._observer.overdue else controller.recalibration
 
