@@ -106,7 +106,7 @@ class Place:
                     start_s=START_S,
                 )
             )
-        except Exception as error:
+        except Exception as error:  # whatever it is, there is no server to check with
             raise NoServer(f"{type(error).__name__}: {error}") from error
         self._server = Server(bench)
         return self._server, time.monotonic() - began
