@@ -29,7 +29,8 @@ def send(channel: socket.socket, header: Mapping[str, Any], body: bytes = b"") -
         raise ValueError(f"{len(told):,} bytes of a command and its variables are too many")
     try:
         channel.sendall(_SIZES.pack(len(told), len(body)) + told)
-        channel.sendall(body)
+        if body:  # who has answered a message without one may have closed the socket by now
+            channel.sendall(body)
     except (BrokenPipeError, ConnectionError) as error:
         raise ConnectionOver from error
 
