@@ -24,9 +24,9 @@ from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import Observation
+from libra_cli.core.observed.step_work import limits_of, workload_of
 from libra_cli.core.planning.planner import FirstPlan
 from libra_cli.core.planning.recipe_placement import fixed_slots
-from libra_cli.core.run.observer import limits_of, workload_of
 from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.core.workload import TrajectorySample
 from libra_cli.sim.profiles import load_profile

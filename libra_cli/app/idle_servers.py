@@ -21,9 +21,9 @@ from libra_cli.config.recipe import NodeSpec, Recipe, ShareSpec
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.evidence import CostEvidence
 from libra_cli.core.launch.placement import initial_plan, seats_of
+from libra_cli.core.observed.step_work import workload_of
 from libra_cli.core.planning.idle_servers import IdleServers, shares_that_fit
 from libra_cli.core.planning.search import Search
-from libra_cli.core.run.observer import workload_of
 from libra_cli.core.types import Plan, Slot
 from libra_cli.core.workload import Workload
 from libra_cli.sim.profiles import load_profile

@@ -15,8 +15,9 @@ from libra_cli.app.rebalance.observation import gpu_names, observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.observation import Observation
+from libra_cli.core.observed.step_work import workload_of
 from libra_cli.core.planning.planner import Planner
-from libra_cli.core.run.observer import RunObserver, workload_of
+from libra_cli.core.run.observer import RunObserver
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.summary import summary
 from libra_cli.runtime.recipes.loader import load_recipe

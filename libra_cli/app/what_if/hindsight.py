@@ -19,9 +19,10 @@ from libra_cli.core.costs.hindsight import (
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.costs.server import guessed_cost
 from libra_cli.core.evidence import PlayedTurn
+from libra_cli.core.observed.step_work import overhead_of
+from libra_cli.core.observed.under_way import played_turn
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.records import MoveRecord, StepRecord, TurnRecord
-from libra_cli.core.run.observer import overhead_of, played_turn
 from libra_cli.core.types import Plan
 from libra_cli.runtime.store.reader import Reader
 

@@ -11,9 +11,9 @@ from libra_cli.app.costs import recipe_planner
 from libra_cli.config.frozen_models import POOL
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import Observation
+from libra_cli.core.observed.step_work import workload_of
 from libra_cli.core.planning.planner import Candidate
 from libra_cli.core.planning.search import Search
-from libra_cli.core.run.observer import workload_of
 from libra_cli.core.types import Plan, Slot
 from libra_cli.core.workload import TrajectorySample
 from libra_cli.sim.played_run import AdoptedPlan

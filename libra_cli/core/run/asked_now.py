@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from libra_cli.core.model_use import ModelUse
+from libra_cli.core.observed.under_way import Member
 from libra_cli.core.rollout.active import ActiveTrajectory, Stage
 from libra_cli.core.run.assembly import RunParts
 from libra_cli.core.types import Seconds
 from libra_cli.core.workload import TrajectorySample
-
-Member: TypeAlias = tuple[int, int, int]
-"""The group, member and attempt numbers of a trajectory."""
 
 
 @dataclass(frozen=True, slots=True)

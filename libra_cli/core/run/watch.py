@@ -62,13 +62,15 @@ class RunWatch:
         controller, observer = self._parts.controller, self._observer
         if self._parts.scheduler.training_over:
             return controller.look(self.observe)
-        observer.overdue = late = observer.is_late(now=now)
+        observer.early.overdue = late = observer.is_late(now=now)
         due = observer.first_ended and controller.glance(
             observer.first_ended, self._first_error, overdue=late, now=now
         )
-        observer.overdue = late and bool(due)  # whoever orders a look is told all that is known
+        observer.early.overdue = late and bool(
+            due
+        )  # whoever orders a look is told all that is known
         looks = controller.look(self.observe)
-        observer.overdue = False
+        observer.early.overdue = False
         return looks
 
     @property
@@ -76,7 +78,7 @@ class RunWatch:
         """Return how prices are corrected before the newest steps are: as today's plan was chosen,
         and where a step is overdue, so that none are measured, as at the newest look."""
         controller = self._parts.controller
-        return controller.corrected if self._observer.overdue else controller.recalibration
+        return controller.corrected if self._observer.early.overdue else controller.recalibration
 
     def _first_error(self) -> float:
         self._observer.asked_now = asked_now(self._parts)

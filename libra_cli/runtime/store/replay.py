@@ -17,6 +17,7 @@ from typing import TypeAlias
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.launch.joined_slots import slots_in
 from libra_cli.core.launch.placement import slots_of
+from libra_cli.core.observed.trained_steps import RECENT_STEPS
 from libra_cli.core.records import (
     DecisionRecord,
     GroupRecord,
@@ -29,7 +30,6 @@ from libra_cli.core.records import (
     TurnRecord,
     VersionRecord,
 )
-from libra_cli.core.run.observer import RECENT_STEPS
 from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.runtime.store.reader import Reader
 

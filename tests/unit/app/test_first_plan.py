@@ -24,9 +24,9 @@ from libra_cli.core.launch.ports import ports_needed
 from libra_cli.core.launch.process import worker_ports
 from libra_cli.core.launch.trainer_backend import ranks_per_node, trainer_backend
 from libra_cli.core.observation import Observation
+from libra_cli.core.observed.step_work import limits_of, workload_of
 from libra_cli.core.preflight.dry_run import dry_run
 from libra_cli.core.reconcile.manual_plan import ordered_plan
-from libra_cli.core.run.observer import limits_of, workload_of
 from libra_cli.core.types import Role, Slot, node_of
 
 A800 = frozenset({"NVIDIA A800-SXM4-80GB"})

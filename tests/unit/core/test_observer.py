@@ -172,7 +172,7 @@ def test_in_a_late_step_only_what_has_begun_in_it_tells_the_work() -> None:
     assert observer.first_ended == 0
     assert observer.measured
     assert observer.lengths
-    observer.overdue = True
+    observer.early.overdue = True
     assert observer.first_ended == 10
     assert tool_seconds(observer) == {2.0}  # of today, whatever tools took before
     assert 0 < observer.first_error < 1
@@ -195,7 +195,7 @@ def test_in_a_late_step_the_first_to_end_tell_nothing_before_most_have_played() 
         assert observer.first_error == inf
         observer.saw(played(group, 0, 41.0, 42.0))
         observer.saw(replace(ENDED, group_id=group, turns=1, generated_tokens=10, ended_at=42.0))
-        observer.overdue = True
+        observer.early.overdue = True
     assert observer.first_error == 0
 
 
@@ -203,7 +203,7 @@ def test_in_a_late_step_nothing_is_said_of_the_staleness_bound() -> None:
     training = {"groups_per_step": 8, "max_staleness": 1, "staleness": "auto"}
     observer = RunObserver(world.recipe(**ROOM, training=training))
     assert observer.staleness is not None
-    observer.overdue = True
+    observer.early.overdue = True
     assert observer.staleness is None
 
 

@@ -16,11 +16,11 @@ from libra_cli.core.costs.profile import Profile
 from libra_cli.core.evidence import Recalibration
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import Observation
+from libra_cli.core.observed.step_work import workload_of
 from libra_cli.core.planning.bounds import LEAST, chosen_bound, priced_bound
 from libra_cli.core.planning.planner import Decision, Planner
 from libra_cli.core.planning.recipe_placement import RecipePlacement
 from libra_cli.core.planning.search import PlannerSettings
-from libra_cli.core.run.observer import workload_of
 from libra_cli.core.token_worth import (
     DECAY,
     SPREAD,

@@ -17,12 +17,12 @@ from libra_cli.config.recipe import LengthsSpec, Recipe
 from libra_cli.core.costs.expected import guessed_lengths, samples_around
 from libra_cli.core.costs.profile import NothingFits
 from libra_cli.core.observation import MeasuredStep, Observation
+from libra_cli.core.observed.step_work import limits_of, workload_of
 from libra_cli.core.planning import recalibration, search
 from libra_cli.core.planning.gpu_placement import GpuPlacement
 from libra_cli.core.planning.planner import Planner
 from libra_cli.core.planning.search import PlannerSettings, Search
 from libra_cli.core.planning.training_table import TrainingTable
-from libra_cli.core.run.observer import limits_of, workload_of
 from libra_cli.core.workload import TrajectoryLimits, TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import load_trace
