@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
+from libra_cli.config.training import ExportChoice
 from libra_cli.core.events import CheckpointSaved
 from libra_cli.core.records import EvaluationRecord, Record
 from libra_cli.runtime.hosts.cluster import Cluster
@@ -46,15 +47,22 @@ class RunExports:
         #: The newest row of each evaluation, by number.
         self._evaluations: dict[int, EvaluationRecord] = {}
         self._making = Background()
+        #: The names of the checkpoints whose models are made.
+        self._made: set[str] = set()
         self.hint = f"try again with: libra export {run_dir}"
 
     def saved(self, event: CheckpointSaved) -> None:
-        """A checkpoint is written: begin with its model, if it is that one's turn."""
+        """A checkpoint is written: begin with its model, if it is that one's turn.
+
+        With the last one those begin that stay after the end, as servers take as long to end.
+        """
         number, rest = divmod(event.step, self._recipe.training.checkpoint_every)
         every = self._recipe.training.export.every
         if every and not rest and number % every == 0:
             name = checkpoint_name(event.path)
             self._making.start(f"writing the model of {name}", self._make_named(name))
+        if event.step == self._recipe.run.steps:
+            self._making.start("writing the models that stay", self._make_known())
 
     def recorded(self, record: Record) -> None:
         """A record is written: by the scores of evaluations the best checkpoint is known."""
@@ -68,14 +76,7 @@ class RunExports:
             LibraError: one cannot be made.
         """
         await self._making.wait()
-        found = await self._found()
-        rewarded = () if self._recipe.training.needs.offline else found
-        wanted = {"last": found[-1] if found else None, "best": best_of(rewarded)}
-        chosen = {
-            one.name: one for kind in self._recipe.training.export.at_end if (one := wanted[kind])
-        }
-        for checkpoint in chosen.values():
-            self._note(f"writing the model of step {checkpoint.step} on {checkpoint.nodes[0]}")
+        for checkpoint in await self._chosen(self._recipe.training.export.at_end):
             await self._make(checkpoint)
 
     async def close(self) -> None:
@@ -89,6 +90,23 @@ class RunExports:
         names = self._recipe.evaluation_names
         return scored_by(await find_checkpoints(hosts), rows, names)
 
+    async def _chosen(self, kinds: Collection[ExportChoice]) -> list[FoundCheckpoint]:
+        found = await self._found()
+        rewarded = () if self._recipe.training.needs.offline else found
+        best = best_of(rewarded) if "best" in kinds else None
+        last = found[-1] if found and "last" in kinds else None
+        return list({one.name: one for one in (last, best) if one}.values())
+
+    async def _make_known(self) -> None:
+        """Make the models that stay; the best one only where no evaluation may still tell it."""
+        kinds = self._recipe.training.export.at_end
+        known = [kind for kind in kinds if kind == "last" or not self._recipe.evaluation_names]
+        try:
+            for checkpoint in await self._chosen(known):
+                await self._make(checkpoint)
+        except LibraError as error:
+            self._note(f"no model was written while servers end: {error}")
+
     async def _make_named(self, name: str) -> None:
         try:
             for checkpoint in await self._found():
@@ -98,9 +116,13 @@ class RunExports:
             self._note(f"no model of {name} was written: {error}; {self.hint}")
 
     async def _make(self, checkpoint: FoundCheckpoint) -> None:
+        """Make a checkpoint's model, unless this controller has."""
         cluster = self._cluster
         addresses = {node: fact.peer_address for node, fact in cluster.facts.items()}
         exports = ModelExports(cluster.reached, addresses, self._card_of, cluster.secrets)
         async with self._one:
-            made = await exports.make(checkpoint, merge=self._recipe.training.export.merge)
-            self._save(made)
+            if checkpoint.name in self._made:
+                return
+            self._note(f"writing the model of step {checkpoint.step} on {checkpoint.nodes[0]}")
+            self._save(await exports.make(checkpoint, merge=self._recipe.training.export.merge))
+            self._made.add(checkpoint.name)
