@@ -219,8 +219,9 @@ def _fits(wanted: float, node: NodeSpec) -> str:
     if size is not None:
         return f"fits {part}GPUs of {size} GB or more"
     return (
-        f"DOES NOT FIT {part}a GPU of {USUAL_GIB[-1]} GB: train on more GPUs, lower "
-        "training.micro_batch_tokens, or set training.activation_checkpointing: full"
+        f"DOES NOT FIT {part}a GPU of {USUAL_GIB[-1]} GB: train on more GPUs, or "
+        "shrink weights, gradients and moments with training.lora or optimizer: adamw_offload, "
+        "activations with training.activation_checkpointing: full"
     )
 
 

@@ -159,7 +159,7 @@ def _cut_up(recipe: Recipe) -> tuple[Plan, tuple[Slot, ...]]:
         raise PlanError(
             "nodes",
             f"give {_count(nodes.gpus, 'GPU')}: too few for a trainer and {_count(least, 'server')}"
-            f" of {shapes[0]} (give more, or lower planner.min_rollout)",
+            f" of {shapes[0]} ({_more_room(nodes.gpus, least)})",
         )
     _, degree, _, ranks = min(found)
     base = nodes.base(ranks, ranks)
@@ -170,6 +170,13 @@ def _cut_up(recipe: Recipe) -> tuple[Plan, tuple[Slot, ...]]:
     )
     every = (*slots, *base)
     return plan_with(recipe, every, frozenset(slot.id for slot in base), why), every
+
+
+def _more_room(gpus: int, least: int) -> str:
+    """Return what makes room for a trainer and the least number of servers."""
+    if gpus == 1:
+        return "have both share it: nodes[].share: {rollout: 0.3, train: 0.6}"
+    return "give more, or lower planner.min_rollout" if least > 1 else "give more"
 
 
 def _all_training(recipe: Recipe) -> tuple[Plan, tuple[Slot, ...]]:

@@ -63,6 +63,22 @@ def test_a_bucket_that_finds_no_slots_says_which_are_left(nodes: list[Any], left
         initial_plan(world.recipe(nodes=every))
 
 
+@pytest.mark.parametrize(
+    ("gpus", "least", "advice"),
+    [
+        (1, 1, r"have both share it: nodes\[\]\.share: \{rollout: 0\.3, train: 0\.6\}"),
+        (2, 1, "give more"),
+        (2, 2, r"give more, or lower planner\.min_rollout"),
+    ],
+)
+def test_too_few_gpus_are_refused_with_what_makes_room(gpus: int, least: int, advice: str):
+    degree = {"buckets": [{"name": "all", "tensor_parallel": gpus}]}
+    nodes = [{"host": "a", "gpus": gpus}]
+    recipe = world.recipe(nodes=nodes, rollout=degree, planner={"min_rollout": least})
+    with pytest.raises(PlanError, match=rf"too few for a trainer and .* \({advice}\)"):
+        initial_plan(recipe)
+
+
 def test_several_buckets_leave_no_slots_for_the_last():
     nodes = [{"host": "a", "slots": 1, "pool": "rollout"}, {"host": "t", "pool": "train"}]
     one = {"tensor_parallel": 1, "slots": 1}
