@@ -150,7 +150,7 @@ class CriticSpec(Section):
 
 
 SamplerCorrection: TypeAlias = Literal[
-    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "none"
+    "token_truncate", "token_mask", "token_clip", "sequence_truncate", "sequence_mask", "none"
 ]
 
 
@@ -215,11 +215,12 @@ class TrainingSpec(Section):
     sampler_correction: SamplerCorrection = "token_mask"
     """The use of the ratio of trainer to rollout probability, of a token or the product over a
     trajectory: a weight of at most tis_cap (truncate); one that is 0 outside of tis_floor to
-    tis_cap (mask); none. The default was measured (libra help losses).
+    tis_cap (mask); one that is 0 where the token has already moved past clip_low or clip_high in
+    the direction of its advantage (clip); none. The default was measured (libra help losses).
     """
     tis_cap: Annotated[float, Field(ge=1.0)] | None = None
     """The greatest importance weight, the ratio of trainer to rollout probability. Null: 5 with
-    token_mask, 2 with the others."""
+    token_mask and token_clip, 2 with the others."""
     tis_floor: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """The least weight that sampler_correction masks nothing at. Null: 0.5 with token_mask, as
     IcePop's band, and 0 with sequence_mask."""
@@ -409,7 +410,8 @@ class TrainingSpec(Section):
     @property
     def importance_bounds(self) -> tuple[float, float]:
         """``tis_floor`` and ``tis_cap``, or what they are where the recipe does not say."""
-        floor, cap = (0.5, 5.0) if self.sampler_correction == "token_mask" else (0.0, 2.0)
+        floor = 0.5 if self.sampler_correction == "token_mask" else 0.0
+        cap = 5.0 if self.sampler_correction in ("token_mask", "token_clip") else 2.0
         return (
             floor if self.tis_floor is None else self.tis_floor,
             cap if self.tis_cap is None else self.tis_cap,

@@ -168,6 +168,9 @@ def _staleness(given: Given) -> Made:
         yield Setting("training.max_staleness", 0, told)
     else:
         yield Setting("training.max_staleness", bound, given.told("max_staleness"))
+        if _loss_name(given) not in ("gspo", "cispo", "sapo"):
+            told = "AsyncGRPOTrainer clips against the policy that generated"
+            yield Setting("training.sampler_correction", "token_clip", told)
 
 
 # -- the loss --------------------------------------------------------------------------------------
@@ -498,8 +501,9 @@ _PLAYED_RULES: tuple[KeyRule, ...] = (
     ),
     joint(
         "max_staleness",
-        "training.max_staleness",
-        "the same of AsyncGRPOConfig; others train on what was just generated: 0",
+        "training.max_staleness training.sampler_correction",
+        "the same of AsyncGRPOConfig, with token_clip, as it clips against the policy that "
+        "generated; others train on what was just generated: 0",
         _staleness,
     ),
     left(

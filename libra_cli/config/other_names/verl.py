@@ -46,7 +46,7 @@ from libra_cli.config.other_names.rule import (
 )
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
-OPTIM = f"{ACTOR}.optim"
+OPTIM, CORRECTION = f"{ACTOR}.optim", "algorithm.rollout_correction"
 ADVANTAGES = {
     "gae": "gae",
     "grpo": "grpo",
@@ -260,9 +260,13 @@ def _kl(given: Given) -> Made:
 
 
 def _correction(given: Given) -> Made:
-    level = given.get("algorithm.rollout_correction.rollout_is")
-    bounds = str(given.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)).split("_")
-    told = given.told("algorithm.rollout_correction.rollout_is")
+    bypass = f"{CORRECTION}.bypass_mode"
+    if given.get(bypass) and given.get(f"{CORRECTION}.loss_type", "ppo_clip") == "ppo_clip":
+        yield Setting("training.sampler_correction", "token_clip", given.told(bypass))
+        return
+    level = given.get(f"{CORRECTION}.rollout_is")
+    bounds = str(given.get(f"{CORRECTION}.rollout_is_threshold", 2.0)).split("_")
+    told = given.told(f"{CORRECTION}.rollout_is")
     if level is None:
         return
     band = len(bounds) == 2
@@ -484,9 +488,11 @@ _LEARNING: tuple[KeyRule, ...] = (
     ),
     turned(f"{ACTOR}.entropy_coeff", "training.entropy_coef", "the same", _nonzero),
     joint(
-        "algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_is_threshold",
+        f"{CORRECTION}.rollout_is {CORRECTION}.rollout_is_threshold {CORRECTION}.bypass_mode "
+        f"{CORRECTION}.loss_type",
         "training.sampler_correction training.tis_cap training.tis_floor",
-        "truncate by one bound, mask by two; where it is off libra's default is kept",
+        "truncate by one bound, mask by two, token_clip with bypass_mode and its ppo_clip; where "
+        "it is off libra's default is kept",
         _correction,
         always=False,
     ),

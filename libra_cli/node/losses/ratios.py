@@ -45,7 +45,10 @@ def rollout_weights(inputs: LossInputs, training: TrainingSpec) -> tuple[Tensor,
     Both are (T,); weights have no gradient. A weight is proximal / rollout, of the token or, with
     ``sequence_*``, the product over its trajectory; ``*_truncate`` lowers it to ``tis_cap``
     (truncated importance sampling, Ionides 2008), ``*_mask`` makes it 0 outside of
-    [``tis_floor``, ``tis_cap``] (of tokens: IcePop, ring-team 2025). With the staleness rule's
+    [``tis_floor``, ``tis_cap``] (of tokens: IcePop, ring-team 2025). ``token_clip`` makes it 0
+    where the policy has already moved past PPO's clip range in the direction of the advantage, so
+    that the gradient of one update is that of PPO's loss (arXiv 1707.06347) whose old policy is the
+    one that generated; elsewhere it is at most ``tis_cap``. With the staleness rule's
     ``over: weight``, tokens over the bound weigh at most 1 (V-trace, arXiv 1802.01561).
     """
     differences = inputs.proximal.detach() - inputs.rollout
@@ -59,6 +62,10 @@ def rollout_weights(inputs: LossInputs, training: TrainingSpec) -> tuple[Tensor,
     if bound == "mask":
         outside = (weights > cap) | (weights < floor)
         weights = weights.masked_fill(outside, 0.0)
+    elif bound == "clip":
+        clipped = _has_moved(weights, inputs.advantages, training)
+        outside = clipped | (weights >= cap)
+        weights = weights.clamp(max=cap).masked_fill(clipped, 0.0)
     else:
         outside = weights >= cap
         weights = weights.clamp(max=cap)
@@ -66,6 +73,12 @@ def rollout_weights(inputs: LossInputs, training: TrainingSpec) -> tuple[Tensor,
         outside |= inputs.over & (weights >= 1.0)
         weights = torch.where(inputs.over, weights.clamp(max=1.0), weights)
     return weights, outside
+
+
+def _has_moved(ratios: Tensor, advantages: Tensor, training: TrainingSpec) -> Tensor:
+    """Return whether each token's ratio is past the clip range in its advantage's direction."""
+    above = (advantages > 0) & (ratios > 1 + training.clip_high)
+    return above | ((advantages < 0) & (ratios < 1 - training.clip_low))
 
 
 def rollout_sums(inputs: LossInputs) -> dict[str, Tensor]:

@@ -87,6 +87,13 @@ def test_what_trl_takes_where_nothing_is_said_is_written(made):
     assert "TRL's default of adam_beta1" in one.told.text
 
 
+@pytest.mark.parametrize(("loss", "ours"), [("dapo", "token_clip"), ("cispo", None)])
+def test_the_asynchronous_trainer_of_trl_clips_against_the_policy_that_generated(made, loss, ours):
+    one = made("train_async_grpo.yaml", {"num_generations": 8, "loss_type": loss})
+    assert one["training.max_staleness"] == 4
+    assert one["training.sampler_correction"] == ours
+
+
 def test_processes_can_be_said_where_trl_does_not(made):
     one = made("grpo.yaml", {"num_generations": 8}, processes=4)
     assert one["training.groups_per_step"] == 4
@@ -220,6 +227,22 @@ def verl(**keys: Any) -> dict[str, Any]:
             inside = inside.setdefault(section, {})
         inside[name] = value
     return found
+
+
+@pytest.mark.parametrize(
+    ("correction", "ours"),
+    [
+        ({"bypass_mode": True}, "token_clip"),
+        ({"bypass_mode": True, "loss_type": "ppo_clip"}, "token_clip"),
+        ({"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token"}, "token_truncate"),
+        ({"bypass_mode": False, "rollout_is": "token"}, "token_truncate"),
+    ],
+)
+def test_verl_clips_against_the_policy_that_generated_where_it_bypasses_the_other(
+    made, correction: dict[str, Any], ours: str
+):
+    settings = verl(algorithm__rollout_correction=correction)
+    assert made("ppo.yaml", settings)["training.sampler_correction"] == ours
 
 
 def test_prompts_of_verl_stay_prompts_and_minibatches_are_counted(made):

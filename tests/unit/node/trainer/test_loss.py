@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="needs torch")
 
 from libra_cli.config.age_metrics import OLDEST  # noqa: E402
 from libra_cli.config.errors import TrainerError  # noqa: E402
-from libra_cli.config.training import TrainingSpec  # noqa: E402
+from libra_cli.config.training import SamplerCorrection, TrainingSpec  # noqa: E402
 from libra_cli.node.losses.policy_gradient import dapo, kl_estimate  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, LossOutputs, loss_of  # noqa: E402
 from libra_cli.node.losses.ratios import (  # noqa: E402
@@ -31,7 +31,14 @@ def vector(*values: float, grad: bool = False) -> Any:
     return torch.tensor(values, dtype=torch.float64, requires_grad=grad)
 
 
-def gradient(current: float, *, old: float, rollout: float, advantage: float) -> float:
+def gradient(
+    current: float,
+    *,
+    old: float,
+    rollout: float,
+    advantage: float,
+    sampler_correction: SamplerCorrection = "token_truncate",
+) -> float:
     x = vector(current, grad=True)
     inputs = LossInputs(
         logprobs=x,
@@ -45,7 +52,7 @@ def gradient(current: float, *, old: float, rollout: float, advantage: float) ->
         max_len=64,
     )
     dapo(
-        inputs, TrainingSpec(clip_low=0.2, clip_high=0.28, sampler_correction="token_truncate")
+        inputs, TrainingSpec(clip_low=0.2, clip_high=0.28, sampler_correction=sampler_correction)
     ).loss.backward()
     return float(x.grad)
 
@@ -338,6 +345,43 @@ def test_a_mask_leaves_out_both_sides_of_its_band():
     weights, bound = rollout_weights(inputs, band)
     assert weights.tolist() == pytest.approx([1.0, 0.0, 0.0, math.exp(0.1)])
     assert bound.tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "weight", "bound"),
+    [
+        (1.27, 1.0, 1.27, False),
+        (1.29, 1.0, 0.0, True),
+        (1.29, -1.0, 1.29, False),
+        (0.81, -1.0, 0.81, False),
+        (0.79, -1.0, 0.0, True),
+        (0.79, 1.0, 0.79, False),
+        (6.0, -1.0, 5.0, True),
+        (6.0, 0.0, 5.0, True),
+    ],
+)
+def test_a_clip_leaves_out_what_has_moved_far_enough(
+    ratio: float, advantage: float, weight: float, bound: bool
+):
+    inputs = replace(
+        two_trajectories(proximal=[math.log(ratio), 0.0, 0.0, 0.0], rollout=[0.0] * 4),
+        advantages=vector(advantage, 1.0, -1.0, 0.0),
+    )
+    spec = TrainingSpec(sampler_correction="token_clip", clip_low=0.2, clip_high=0.28)
+    weights, bounds = rollout_weights(inputs, spec)
+    assert weights.tolist() == pytest.approx([weight, 1.0, 1.0, 1.0])
+    assert bounds.tolist() == [bound, False, False, False]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.79, 0.81, 1.27, 1.29, 4.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_the_gradient_of_a_clip_is_that_of_ppo_whose_old_policy_generated(
+    ratio: float, advantage: float
+):
+    at = math.log(ratio)
+    ours = gradient(at, old=at, rollout=0.0, advantage=advantage, sampler_correction="token_clip")
+    ppo = gradient(at, old=0.0, rollout=0.0, advantage=advantage, sampler_correction="none")
+    assert ours == pytest.approx(ppo)
 
 
 def test_without_a_correction_every_weight_is_one():
