@@ -376,7 +376,7 @@ class StepRecord:
     staleness_mean: float
     staleness_max: int
     tokens_per_s: float
-    """Generated tokens of this batch over the seconds since the step before ended."""
+    """Generated tokens of this batch over ``period_s``."""
     trainer_s: float
     checkpoint: str
     """Path of the checkpoint written after this step, or empty."""

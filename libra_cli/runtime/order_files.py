@@ -45,15 +45,16 @@ class Orders:
     """The controller's side, which reads orders and writes answers."""
 
     def __init__(self, run_dir: Path, *, post: Callable[[PlanOrdered], None]) -> None:
+        """Those to an earlier controller of the run are removed."""
         self._directory = run_dir / "orders"
+        shutil.rmtree(self._directory, ignore_errors=True)
         self._post = post
         self._taken: set[str] = set()
         self._answers: dict[str, dict[str, object]] = {}
         """Answers that could not be written yet, by the name of the order."""
 
     async def watch(self) -> None:
-        """Post every order that comes, for ever; those to an earlier controller are removed."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        """Post every order that comes, for ever."""
         self._directory.mkdir(mode=0o700, exist_ok=True)
         while True:
             for path in sorted(self._directory.glob("*.json")):

@@ -7,6 +7,7 @@ up by its class. A performer that has an action with no owner, or with two, cann
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -92,9 +93,10 @@ class Performer:
     async def close(self) -> None:
         """Drop every connection to a server, a gradient worker, a model, the trainer or the
         teacher."""
-        await self.servers.processes.close()
-        await self.workers.processes.close()
-        await self.models.close()
-        await self.trainer.close()
-        if self.teacher is not None:
-            await self.teacher.close()
+        async with AsyncExitStack() as closing:  # each, whatever comes of the others
+            if self.teacher is not None:
+                closing.push_async_callback(self.teacher.close)
+            closing.push_async_callback(self.trainer.close)
+            closing.push_async_callback(self.models.close)
+            closing.push_async_callback(self.workers.processes.close)
+            closing.push_async_callback(self.servers.processes.close)

@@ -258,9 +258,13 @@ class Session:
             if isinstance(event, Exited):  # the next process there may listen elsewhere
                 log.outdated()
 
-        self._cluster.events.subscribe(happened)
         background = Background()
-        try:
+        async with AsyncExitStack() as closing:  # each, whatever comes of the others
+            closing.push_async_callback(performer.close)
+            closing.push_async_callback(reports.close)
+            closing.callback(background.cancel)
+            closing.callback(self._cluster.events.unsubscribe, happened)
+            self._cluster.events.subscribe(happened)
             first = await begin(performer)
             background.keep("reading the servers' counters", performer.servers.sample)
             background.keep("reading orders", performer.orders.watch)
@@ -268,11 +272,6 @@ class Session:
             self._interrupts.stop_machine(driver)
             again = partial(asked_again, machine, memory, asked_before, now=self._clock())
             return await driver.run(performer.perform, first=first, again=again)
-        finally:
-            self._cluster.events.unsubscribe(happened)
-            background.cancel()
-            await reports.close()
-            await performer.close()
 
     def _learn(self, slots: Iterable[Slot]) -> None:
         self._slots |= {slot.id: slot for slot in slots}

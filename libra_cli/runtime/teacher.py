@@ -63,13 +63,17 @@ class Teacher:
 
     async def perform(self, action: AskTeacher) -> TeacherAnswered | TeacherFailed:
         """Ask for the log-probabilities of a trajectory's tokens; a failure is an event."""
+        asked = [asyncio.create_task(self._logprobs(tokens)) for tokens in action.sequences]
         try:
-            asked = [self._logprobs(tokens) for tokens in action.sequences]
             return TeacherAnswered(action.trajectory, tuple(await asyncio.gather(*asked)))
         except TeacherError as error:
             refused = isinstance(error, TeacherRefused)
             reason = f"{error} ({error.hint})" if error.hint else str(error)
             return TeacherFailed(action.trajectory, reason, refused)
+        finally:  # what nobody waits for any more takes no place at the teacher
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
     async def check(self, renderer: Renderer | None, *, max_len: int) -> str:
         """Ask it once; returns its model's name. Without a ``renderer`` vocabularies are not

@@ -120,6 +120,7 @@ class RolloutServers(ReplicaSet):
 
     def _taken_out(self, slot: SlotId, *, died: bool) -> list[Result]:
         self._queues.pop(slot, None)
+        self._samples.pop(slot, None)  # the counters of its next process begin at 0
         return [ServerLost(slot, died)]
 
     def _take_in(self, event: ServerEvent, now: Seconds) -> list[Result]:

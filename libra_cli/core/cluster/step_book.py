@@ -26,11 +26,11 @@ class StepBook:
     def __init__(self, ledger: GroupLedger) -> None:
         self._ledger = ledger
         self._rows: dict[int, StepRecord] = {}
-        self._idle_since: Seconds = 0.0
-        #: When the next batch became full, as far as the trainer was free to see it.
+        #: When the trainer was free for the step under way, or the next one.
+        self.idle_since: Seconds = 0.0
+        #: When the next batch became full while the trainer was free.
         self._full_since: Seconds = inf
         self._began_at: Seconds = 0.0
-        self._ended_at: Seconds = 0.0
         #: The longest that a step or a checkpoint took, and when the last checkpoint was asked for.
         self._slowest_s: Seconds = 0.0
         self._save_asked_at: Seconds = 0.0
@@ -48,11 +48,11 @@ class StepBook:
 
     def idle(self, *, now: Seconds) -> None:
         """The trainer waits for a batch from now on."""
-        self._idle_since = self._ended_at = now
+        self.idle_since = now
         self._full_since = inf
 
     def full(self, *, now: Seconds) -> None:
-        """Note that a whole batch waits for the trainer from now on."""
+        """Note that a batch is full while the trainer is free, from now on."""
         self._full_since = min(self._full_since, now)
 
     def began(self, *, now: Seconds) -> None:
@@ -81,8 +81,7 @@ class StepBook:
         times = StepPeriod(
             began=self._began_at,
             ended=now,
-            since_last=now - self._ended_at,
-            waited_s=self._began_at - self._idle_since,
+            waited_s=self._began_at - self.idle_since,
             held_s=max(0.0, self._began_at - self._full_since),
         )
         played, bound = self._ledger.take_lengths(), self._ledger.rule.bound

@@ -27,12 +27,10 @@ class StepPeriod:
 
     began: Seconds
     ended: Seconds
-    since_last: Seconds
-    """Seconds from the end of the step before to the end of this one."""
     waited_s: Seconds
     """Seconds that the trainer waited for a batch."""
     held_s: Seconds
-    """Seconds that the full batch waited for the trainer."""
+    """Seconds of ``waited_s`` in which a full batch waited for groups at their last call."""
 
 
 def step_record(
@@ -66,7 +64,7 @@ def step_record(
         p99_length=float(lengths[int(0.99 * (len(lengths) - 1))]),
         staleness_mean=fmean(staleness),
         staleness_max=max(staleness),
-        tokens_per_s=sum(lengths) / max(times.since_last, 1e-9),
+        tokens_per_s=sum(lengths) / max(times.ended - times.began + times.waited_s, 1e-9),
         trainer_s=metrics.get("trainer_s") or 0.0,
         checkpoint="",
         metrics_json=to_metrics_json(

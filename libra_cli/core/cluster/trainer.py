@@ -57,7 +57,7 @@ from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.rows import group_records
 from libra_cli.core.types import LostGpu, Seconds, Slot, SlotId, WeightVersion
 
-NEXT = "another is tried with the next step, so make room for it there"
+NEXT = "another is tried with the next step, so mend that before"
 
 
 class TrainerGroup:
@@ -202,6 +202,11 @@ class TrainerGroup:
         if self.publishing:
             return f"the version of step {self.step}"
         return f"the checkpoint of step {self.checkpoints.newest}"
+
+    @property
+    def free_since(self) -> Seconds:
+        """When the trainer was free for the step under way, or for the next one."""
+        return self._book.idle_since
 
     @property
     def patience_s(self) -> Seconds:

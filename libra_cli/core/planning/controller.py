@@ -63,7 +63,8 @@ class PlanController:
         self._periods: deque[Seconds] = deque(maxlen=WINDOW)
         #: Whether all slots were where the plan has them when the last step ended.
         self._arrived = True
-        self._ended_at: Seconds | None = None
+        #: Whether a step was done: the first one's time is that of filling the run.
+        self._has_stepped = False
         #: The staleness bound under which groups are opened.
         self.bound = recipe.training.max_staleness
         self._triggers = ReplanTriggers(recipe.planner.plan_interval, 1.0 + self.bound)
@@ -150,14 +151,14 @@ class PlanController:
     # -- looking --------------------------------------------------------------------------------
 
     def on_step_done(
-        self, step: StepRecord, ready: float, signs: Mapping[str, float], *, now: Seconds
+        self, step: StepRecord, ready: float, signs: Mapping[str, float]
     ) -> list[Result]:
         """A step is done, and ``ready`` of the groups that are not trained wait for training;
         ``signs`` are what trajectories are like but for their lengths."""
-        before, self._ended_at = self._ended_at, now
-        if before is None or now <= before:
+        period, has_stepped = step.period_s, self._has_stepped
+        self._has_stepped = True
+        if not has_stepped or period <= 0:
             return []
-        period = now - before
         waited = step.waited_s / period
         idle = {"training": waited, "rollout": ready if waited < STARVED else 0.0}
         self._lengths.append(step.mean_length)

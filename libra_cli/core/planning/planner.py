@@ -398,7 +398,8 @@ class Planner:
         if best.times.step_s == inf:
             why_not = "it does not fit"
         elif slower <= 0:
-            why_not = f"its steps are {-slower:.1%} shorter, and it moves more"
+            less = "loses more if lengths turn out otherwise" if self.begins else "moves more"
+            why_not = f"its steps are {-slower:.1%} shorter, and it {less}"
         return RunnerUp(_option(best.layout, best.times), why_not)
 
 

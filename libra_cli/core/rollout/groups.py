@@ -417,6 +417,7 @@ class GroupLedger:
             self.give_up(group)
             return None
         group.members[place] = self._new_member(group.id, trajectory.member, now)
+        self._unclaimed_change = True  # its oldest tokens are gone: nobody may wait for it now
         return group.members[place]
 
     def give_up(self, group: Group) -> None:

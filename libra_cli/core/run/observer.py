@@ -203,13 +203,14 @@ class RunObserver:
             left=dict(self._left),
         )
 
-    def is_late(self, *, now: Seconds) -> bool:
-        """Whether the step under way takes ``OVERDUE`` times as long as the longest of the newest
-        ones, which are as many as overlap or more: some are very short, and some wait."""
+    def is_late(self, since: Seconds, *, now: Seconds) -> bool:
+        """Whether the step under way, which the trainer was free for ``since`` then, takes
+        ``OVERDUE`` times as long as the longest of the newest ones, which are as many as overlap or
+        more: some are very short, and some wait."""
         measured = self.measured
         if self.early.filling or self._ended_at is None or len(measured) <= self._rule.bound:
             return False
-        return now - self._ended_at > OVERDUE * max(step.step_s for step in measured)
+        return now - max(since, self._ended_at) > OVERDUE * max(step.step_s for step in measured)
 
     @property
     def first_ended(self) -> int:
@@ -341,7 +342,6 @@ class RunObserver:
             self.early.finished(sample, is_new=is_new)
 
     def _step(self, row: StepRecord) -> None:
-        began = row.started_at - row.waited_s if self._ended_at is None else self._ended_at
         self._ended_at = row.ended_at
         self.early.step()
         in_play_s, concurrency = self._in_play.take(now=row.ended_at)
@@ -350,7 +350,7 @@ class RunObserver:
         extras = self._extras.step(row)
         self._training.step(row, extras.trained)
         is_planned = row.started_at >= self._plan_at
-        self._asked.step(row.ended_at - began, uses_of(row.batch), is_planned=is_planned)
+        self._asked.step(row.period_s, uses_of(row.batch), is_planned=is_planned)
         self._steps += 1
         self._ages(row)
         if self._steps > self._rule.bound:
@@ -359,12 +359,12 @@ class RunObserver:
         settling, self._settling = self._settling, max(0, self._settling - 1)
         if settling or self._steps <= FILLING or row.started_at < self._plan_at:
             return
-        # What begins together at first meets its last call in one step, as never again.
+        # The run's first groups reach their last call in one step: that wait does not recur.
         once_s = row.held_s if self._steps <= self._rule.overlap else 0.0
         train_s = max(row.ended_at - row.started_at - row.compile_s, 1e-9)
         self._measured.append(
             MeasuredStep(
-                step_s=max(row.ended_at - began - once_s - row.compile_s, 1e-9),
+                step_s=max(row.period_s - once_s - row.compile_s, 1e-9),
                 train_s=train_s,
                 waited_s=row.waited_s - once_s,
                 in_play_s=in_play_s,

@@ -55,14 +55,16 @@ class RunWatch:
         yield from map(Save, self._warnings.saw(row, now=now))
         if self._parts.run.going:
             signs = self._observer.signs
-            yield from self._parts.controller.on_step_done(row, self._ready_share, signs, now=now)
+            yield from self._parts.controller.on_step_done(row, self._ready_share, signs)
 
     def look(self, *, now: Seconds) -> list[Result]:
         """Ask the planner, if that is due by now."""
         controller, observer = self._parts.controller, self._observer
+        training = self._parts.training
         if self._parts.scheduler.training_over:
             return controller.look(self.observe)
-        observer.early.overdue = late = observer.is_late(now=now)
+        late = training.life.up and observer.is_late(training.free_since, now=now)
+        observer.early.overdue = late
         due = observer.first_ended and controller.glance(
             observer.first_ended, self._first_error, overdue=late, now=now
         )

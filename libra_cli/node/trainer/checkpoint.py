@@ -24,6 +24,7 @@ written leaves nothing behind, and the trainer as it was.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -86,14 +87,17 @@ def save(trainer: Trainer, root: Path, *, ledger: Mapping[str, Any], keep: int) 
     final = root / f"step-{trainer.step:06d}-e{trainer.config.trainer_incarnation}"
     draft = root / f".{final.name}"
     writes = _writes_for_host(trainer)
+    left = [draft]
     try:
         _write(trainer, draft, ledger, writes=writes)
         with _agreed(trainer):
             if writes:
                 replace_directory(draft, final)
+                left.append(final)  # another host may fail here
     except SaveFailed:
         if writes:
-            shutil.rmtree(draft, ignore_errors=True)
+            for path in left:
+                shutil.rmtree(path, ignore_errors=True)
         raise
     # Nothing is removed for it before every host has its part.
     found = trainer.gather(_scores(root) if writes else {})
@@ -145,10 +149,12 @@ def _agreed(trainer: Trainer) -> Iterator[None]:
     except (OSError, RuntimeError, LibraError) as error:
         name = os.environ.get("LIBRA_NODE", "")
         said = str(error) if isinstance(error, LibraError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            said += "; free some space there"
         problem = f"{name}: {said}" if name else said
     problems = [found for found in trainer.gather(problem) if found]
     if problems:
-        raise SaveFailed(problems[0], hint="free some space where the checkpoints are")
+        raise SaveFailed(problems[0])
 
 
 def _bytes_of(state: Any) -> int:
@@ -165,7 +171,8 @@ def _check_room(root: Path, needed: int) -> None:
     free = shutil.disk_usage(root).free
     if free < needed:
         raise TrainerError(
-            f"{root} has {free / 1e9:.2f} GB free, and the checkpoint takes {needed / 1e9:.2f} GB"
+            f"{root} has {free / 1e9:.2f} GB free, and the checkpoint takes {needed / 1e9:.2f} GB: "
+            "free some space there"
         )
 
 

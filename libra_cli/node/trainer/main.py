@@ -75,7 +75,8 @@ def _work(config: TrainerConfig, queue: CommandQueue | None, heart: Heartbeat) -
     if config.memory_share is not None:
         import torch
 
-        torch.cuda.set_per_process_memory_fraction(config.memory_share)
+        device = int(os.environ.get("LOCAL_RANK", "0"))
+        torch.cuda.set_per_process_memory_fraction(config.memory_share, device)
     started = time.monotonic()
     rank = TrainerRank(config, queue, Trainer(config), heart)
     rank.begin()

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import assert_never
 
 from libra_cli.config.errors import HostError, LibraError, ServerError, StateError, WeightsError
@@ -283,8 +284,9 @@ class Servers:
         return None
 
     async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:
-        """Have the server that the machine chose generate a turn."""
-        server = self.processes.get(action.slot)
+        """Have the server that the machine chose generate a turn, which begins by the run's clock,
+        as it was queued and ends."""
+        server, began = self.processes.get(action.slot), self._cluster.clock()
         if server is None:
             return turn_failed(action, "the server was stopped meanwhile")
         with self._probes.turn(server):
@@ -293,7 +295,8 @@ class Servers:
             except StateError as error:
                 return turn_failed(action, str(error))
             sampling = self._sampling(action.trajectory.group)
-            return await server.generate(action, sampling, images)
+            answer = await server.generate(action, sampling, images)
+        return replace(answer, started_at=began) if isinstance(answer, TurnGenerated) else answer
 
     async def abort(self, action: AbortTurn) -> None:
         """End a generation; its own reply comes with what there is."""

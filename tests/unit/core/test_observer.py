@@ -152,8 +152,8 @@ def test_a_step_is_late_after_three_times_the_longest_of_those_that_overlap(
 ) -> None:
     observer = measured_run(bound, steps)
     longest_s, ended_at = max(step.step_s for step in observer.measured), steps * 10.0
-    assert not observer.is_late(now=ended_at + OVERDUE * longest_s)
-    assert observer.is_late(now=ended_at + OVERDUE * longest_s + 0.1) is late
+    assert not observer.is_late(0.0, now=ended_at + OVERDUE * longest_s)
+    assert observer.is_late(0.0, now=ended_at + OVERDUE * longest_s + 0.1) is late
 
 
 def test_in_a_late_step_only_what_has_begun_in_it_tells_the_work() -> None:
@@ -378,9 +378,9 @@ def test_a_measured_step_has_its_seconds_and_who_was_in_play() -> None:
         for group, ended_at in ((0, 4.0), (1, 8.0)):
             observer.saw(replace(ENDED, group_id=group, ended_at=began + ended_at))
         row = sample_run.step_record(step, began + 10.0, started_at=began + 7.0)
-        observer.saw(replace(row, waited_s=5.0, held_s=1.0, mean_length=20.0 + step))
+        observer.saw(replace(row, waited_s=7.0, held_s=1.0, mean_length=20.0 + step))
     one = observer.measured[-1]
-    assert (one.step_s, one.train_s, one.waited_s) == (10.0, 3.0, 5.0)
+    assert (one.step_s, one.train_s, one.waited_s) == (10.0, 3.0, 7.0)
     assert one.in_play_s == 12.0
     assert one.concurrency == pytest.approx(20 / 12)
     assert one.played_tokens == 2 * 5 * 10
@@ -390,14 +390,25 @@ def test_a_measured_step_has_its_seconds_and_who_was_in_play() -> None:
 def test_the_first_step_that_is_measured_began_when_the_one_before_it_ended() -> None:
     observer = RunObserver(world.recipe(training={"max_staleness": 0}))
     observer.saw(record_of_plan(0, START, 0.0, "start", None))
-    for step, ended_at in ((1, 10.0), (2, 25.0)):
-        observer.saw(sample_run.step_record(step, ended_at, started_at=ended_at - 2.0))
+    for step, ended_at, waited_s in ((1, 10.0, 8.0), (2, 25.0, 13.0)):
+        row = sample_run.step_record(step, ended_at, started_at=ended_at - 2.0)
+        observer.saw(replace(row, waited_s=waited_s))
     assert [step.step_s for step in observer.measured] == [15.0]
     observer.saw(record_of_plan(1, START, 25.0, "planner", None))
     assert [step.step_s for step in observer.measured] == []
     observer.saw(sample_run.step_record(3, 40.0, started_at=24.0))  # begun under the old plan
-    observer.saw(sample_run.step_record(4, 52.0, started_at=41.0))
+    observer.saw(replace(sample_run.step_record(4, 52.0, started_at=41.0), waited_s=1.0))
     assert [step.step_s for step in observer.measured] == [12.0]
+
+
+def test_the_time_in_which_there_was_no_trainer_is_no_part_of_a_step() -> None:
+    observer = measured_run(1, 4)
+    row = sample_run.step_record(5, 300.0, started_at=296.0)
+    observer.saw(replace(row, waited_s=6.0))  # it was started again at 290 s
+    assert observer.measured[-1].step_s == 10.0
+    late_s = OVERDUE * max(step.step_s for step in observer.measured)
+    assert not observer.is_late(400.0, now=300.0 + late_s + 1.0)
+    assert observer.is_late(400.0, now=400.0 + late_s + 1.0)
 
 
 def test_a_link_is_as_fast_as_the_fastest_whole_version_that_came_over_it() -> None:

@@ -66,6 +66,27 @@ def test_without_a_split_or_pins_the_planner_is_asked(tmp_path: Path) -> None:
     assert said == [(True, "heard")]
 
 
+def test_an_order_that_comes_before_the_controller_looks_is_kept_and_an_older_one_is_not(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "orders").mkdir()
+    (tmp_path / "orders/old.json").write_text('{"to": {}, "pins": {}}')
+    heard: list[PlanOrdered] = []
+    orders = Orders(tmp_path, post=heard.append)
+    assert not (tmp_path / "orders").exists()
+    (tmp_path / "orders").mkdir()
+    (tmp_path / "orders/new.json").write_text('{"to": {}, "pins": {}}')
+
+    async def look() -> None:
+        watching = asyncio.create_task(orders.watch())
+        while not heard:  # noqa: ASYNC110  nothing tells of it
+            await asyncio.sleep(0.01)
+        watching.cancel()
+
+    asyncio.run(asyncio.wait_for(look(), DEADLINE_S))
+    assert [event.order for event in heard] == ["new"]
+
+
 def test_what_is_no_order_is_refused_and_told(tmp_path: Path) -> None:
     def write() -> None:
         (tmp_path / "orders/broken.json").write_text('{"to": {"cook": 1}, "pins": {}}')

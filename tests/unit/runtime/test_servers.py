@@ -257,6 +257,18 @@ def a_turn() -> Generate:
     )
 
 
+def test_a_turn_begins_by_the_clock_of_the_run(monkeypatch) -> None:
+    async def story(scene: Scene) -> None:
+        fake = await scene.start()
+        fake.decodes_off_by = 0.0
+        before = scene.cluster.clock()
+        turn = await scene.servers.generate(a_turn())
+        assert isinstance(turn, TurnGenerated)
+        assert before <= turn.started_at <= scene.cluster.clock()
+
+    play(monkeypatch, story)
+
+
 def test_a_server_that_answers_nothing_any_more_is_told_within_a_minute(monkeypatch) -> None:
     async def story(scene: Scene) -> None:
         fake = await scene.start()

@@ -127,6 +127,25 @@ def test_no_answer_in_time_is_a_failure():
     assert len(requests) == 1
 
 
+def test_when_one_sequence_fails_the_others_are_asked_about_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given_up: list[int] = []
+
+    async def logprobs(self: Teacher, tokens: array[int]) -> Any:
+        if len(tokens) == 2:
+            raise TeacherError("no")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            given_up.append(len(tokens))
+
+    monkeypatch.setattr(Teacher, "_logprobs", logprobs)
+    said, _ = asked(lambda body, _: of(body["prompt"]), TOKENS, array("i", [9, 8]))
+    assert isinstance(said, TeacherFailed)
+    assert given_up == [len(TOKENS)]
+
+
 def test_one_sequence_without_an_answer_is_none_for_the_trajectory():
     said, _ = asked(
         lambda body, _: (

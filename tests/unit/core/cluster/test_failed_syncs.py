@@ -171,6 +171,22 @@ def test_a_reading_is_rates_since_the_one_before_and_tells_none_of_a_process_tha
     assert learnt == [{"running": 1.0, "kv_tokens": 500.0, "step_s": 10 / 60}]
 
 
+def test_the_first_reading_of_a_process_is_compared_with_none_of_the_one_before(servers):
+    servers.prove()
+    rates = []
+    for at, tokens in ((2.0, 100), (12.0, 160), (22.0, 200)):
+        if at > 12.0:
+            servers.publish(SECOND)
+            servers.refuse()
+            servers.refuse()
+            servers.end()
+            servers.begin()
+        reading = ServerSampled(SLOT.id, servers.one.incarnation, 1, 0, 0.5, None, 0, tokens)
+        saved, _ = servers.sampled(reading, now=at)
+        rates.append(saved.record.tokens_per_s)
+    assert rates == [0.0, 6.0, 0.0]
+
+
 def test_the_process_that_replaces_it_may_work(servers):
     servers.refuse()
     servers.refuse()

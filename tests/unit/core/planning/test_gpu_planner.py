@@ -202,6 +202,18 @@ def test_a_run_begins_with_the_least_regret_whatever_it_gains() -> None:
     assert decision.explanation.chosen.layout == str(best)
 
 
+def test_a_first_plan_is_not_told_to_move_less_than_a_faster_one() -> None:
+    run, load = Run("libra", work(200)), work(200)
+    assert isinstance(run.planner, Planner)
+    seen = Observation(0, run.plan, run.slots, load)
+    explained = replace(run.planner, begins=True).decide(seen).explanation
+    assert explained is not None
+    second = explained.runner_up
+    assert second is not None
+    assert second.option.step_s < explained.chosen.step_s
+    assert second.why_not.endswith("shorter, and it loses more if lengths turn out otherwise")
+
+
 def test_a_run_of_mixed_servers_begins_and_stays_with_several_shapes_and_says_what_alike_take() -> (
     None
 ):

@@ -59,8 +59,13 @@ class Steps:
         """A step is done that training waited for so long, with so many groups ready for the next;
         why it looks, if so."""
         self.now += PERIOD
-        step = replace(self.world.machine.training.last, waited_s=train_idle * PERIOD)
-        self.controller.on_step_done(step, ready, self.signs, now=self.now)
+        step = replace(
+            self.world.machine.training.last,
+            started_at=self.now - (1 - train_idle) * PERIOD,
+            ended_at=self.now,
+            waited_s=train_idle * PERIOD,
+        )
+        self.controller.on_step_done(step, ready, self.signs)
         looks = self.controller.look(self.world.machine.observe)
         if looks:
             self.controller.kept(e.PlanKept("it pays nothing"), now=self.now)
@@ -235,7 +240,7 @@ def test_a_bound_that_is_chosen_is_looked_for_where_no_slot_may_move(more: dict[
     for _ in range(2):
         steps.now += PERIOD
         done = steps.world.machine.training.last
-        steps.controller.on_step_done(done, 0.0, {}, now=steps.now)
+        steps.controller.on_step_done(done, 0.0, {})
     (look,) = steps.controller.look(steps.world.machine.observe)
     assert isinstance(look, a.Propose)
     plan = look.observation.plan

@@ -131,6 +131,16 @@ def test_a_step_waits_for_an_open_group_at_its_last_call(rule, waits_until):
         assert ledger.claim(step) == ([] if waits else [ready])
 
 
+def test_a_step_that_waits_goes_on_when_what_it_waits_for_is_played_from_its_prompt_again():
+    ledger = book(hold(1))
+    straggler, ready = ledger.open(version=0, now=0.0), ledger.open(version=0, now=0.0)
+    begin(straggler, 0)
+    end(ledger, ready, *range(SIZE), version=1)
+    assert ledger.claim(2) == []
+    ledger.begin_again(straggler.members[0].id, now=1.0)
+    assert ledger.claim(2) == [ready]
+
+
 def test_no_step_waits_for_a_group_of_which_no_token_is_there():
     for step in range(1, 8):
         ledger = book(hold(1))

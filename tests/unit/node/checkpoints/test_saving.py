@@ -130,12 +130,29 @@ def test_a_save_that_finds_the_disk_full_leaves_what_was_there(
     before = save(tmp_path, trainer, keep=1)
     trainer.step = 2
     monkeypatch.setattr(f"libra_cli.node.trainer.checkpoint.{where}", full)
-    with pytest.raises(checkpoint.SaveFailed, match="No space left"):
+    with pytest.raises(checkpoint.SaveFailed, match=r"No space left.*; free some space there"):
         save(tmp_path, trainer, keep=1)
     assert list(tmp_path.iterdir()) == [before]
     monkeypatch.undo()
     assert load(before).step == 1
     assert save(tmp_path, trainer, keep=1).is_dir()
+
+
+def test_a_checkpoint_that_another_host_could_not_write_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = OneRank()
+    before = save(tmp_path, trainer, keep=1)
+    trainer.step = 2
+
+    def with_another(told: Any) -> list[Any]:
+        failed = told == "" and (tmp_path / "step-000002-e1").exists()
+        return [told, "b: PermissionError"] if failed else [told]
+
+    monkeypatch.setattr(trainer, "gather", with_another)
+    with pytest.raises(checkpoint.SaveFailed, match=r"^b: PermissionError$"):
+        save(tmp_path, trainer, keep=1)
+    assert list(tmp_path.iterdir()) == [before]
 
 
 def test_too_little_space_is_said_before_anything_is_written(

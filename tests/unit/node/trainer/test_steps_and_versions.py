@@ -90,18 +90,23 @@ def config(base: Path) -> TrainerConfig:
 
 
 @pytest.mark.parametrize("share", [None, 0.6])
-def test_a_rank_is_held_to_its_share_before_it_takes_any_memory(tmp_path, monkeypatch, share):
+def test_a_rank_is_held_to_its_share_of_its_own_gpu_before_it_takes_any_memory(
+    tmp_path, monkeypatch, share
+):
     done: list[object] = []
 
     def loads(config: TrainerConfig) -> Trainer:
         done.append("loads the model")
         raise InterruptedError
 
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", done.append)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda *told: done.append(told)
+    )
     monkeypatch.setattr("libra_cli.node.trainer.trainer.Trainer", loads)
     with pytest.raises(InterruptedError):
         _work(replace(config(tmp_path), memory_share=share), None, Heartbeat())
-    assert done == [*([share] if share else []), "loads the model"]
+    assert done == [*([(share, 3)] if share else []), "loads the model"]
 
 
 def train(queue: CommandQueue, step: int) -> None:
