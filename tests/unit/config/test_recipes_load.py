@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from libra_cli.app.dry_run import plan_of
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.preflight.dry_run import dry_run
 from libra_cli.runtime.recipes.loader import load_recipe
@@ -41,6 +43,26 @@ def test_a_shipped_recipe_begins_with_what_it_needs_and_shows(path: Path) -> Non
         "Shows",
         "Type",
     ]
+
+
+NAMED = re.compile(r"# Hardware:.*?GPUs? of (\d+) GB")
+PROCESS = re.compile(r"(trainer|gradient worker|server)\b")
+SMALLEST = re.compile(r"GPUs of (\d+) GB")
+"""A line on a process tells the smallest GPUs first on which it fits, and these not if on none."""
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_fits_the_gpus_that_its_first_lines_name(path: Path) -> None:
+    recipe, told = plan_of(path)
+    named = NAMED.match(path.read_text(encoding="utf-8"))
+    assert bool(named) == any(node.gpus for node in recipe.nodes)
+    if named is None or recipe.model.path is None:  # the small model that ships fits any GPU
+        return
+    lines = [line for line in told.memory if PROCESS.match(line)]
+    assert {line.split()[0].strip(",") for line in lines} >= {"trainer", "server"}
+    sizes = {line: SMALLEST.search(line) for line in lines}
+    too_large = [line for line, size in sizes.items() if not size or int(size[1]) > int(named[1])]
+    assert not too_large, f"{named[0]}, and: {too_large}"
 
 
 def test_the_three_sizes_are_there() -> None:
