@@ -10,13 +10,13 @@ from typing import Any
 
 from libra_cli.app.idle_servers import PlannedRun
 from libra_cli.app.resume import begin_with
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import LibraError, RecipeError
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.config.speculative import SpeculativeSpec
 from libra_cli.core.costs.architecture import architecture_of, published
 from libra_cli.core.costs.mixtures import refused_routes
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
-from libra_cli.core.launch.memory_table import memory_table
+from libra_cli.core.launch.memory_table import memory_table, unfit
 from libra_cli.core.preflight.draft_heads import refused_drafts
 from libra_cli.core.preflight.dry_run import HostPlan, dry_run
 from libra_cli.core.preflight.families import refused_family
@@ -26,6 +26,15 @@ from libra_cli.core.preflight.quantization import refused_quantization
 from libra_cli.core.types import Plan, Slot, node_of
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.tasks.mixture import Tasks
+
+_TRAIN = (
+    "train on more GPUs, or shrink weights, gradients and moments with training.lora or "
+    "training.optimizer: adamw_offload, activations with training.activation_checkpointing: full"
+)
+_SERVE = (
+    "give servers more GPUs (slots of more, and rollout.buckets[].tensor_parallel), or lower "
+    "model.max_len"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,19 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
     versions = _told_versions(interface, node_of(found.plan.train[0]), names)
     memory, advice = _memory_of(recipe, *placed), PlannedRun(recipe, *placed).advice_beforehand()
     return recipe, DryRun(found.plan, hosts, memory, tasks, versions, advice)
+
+
+def refuse_unfit(path: Path, told: DryRun) -> None:
+    """Raise RecipeError if a process of the plan fits no GPU; the plan and its memory were told."""
+    found = unfit(told.memory)
+    if not found:
+        return
+    names = ", ".join(line.partition(", each of")[0] for line in found)
+    instead = dict.fromkeys(_SERVE if line.startswith("server") else _TRAIN for line in found)
+    raise RecipeError(
+        f"{path}: no GPU has the memory for: {names}",
+        hint=f"{'; '.join(instead)}; then: libra run --dry-run {path}",
+    )
 
 
 def _told_versions(interface: str | None, head: str, nodes: Sequence[str]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def run(
     into: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run a complete agentic RL job on the recipe's hosts."""
-    from libra_cli.app.dry_run import plan_of
+    from libra_cli.app.dry_run import plan_of, refuse_unfit
     from libra_cli.runtime.store.run_directory import new_run_dir
     from libra_cli.runtime.trajectory_source import check_source
 
@@ -47,6 +47,7 @@ def run(
         if dry_run:
             _print_dry_run(told)
             check_source(loaded)
+            refuse_unfit(recipe, told)
             return
         if seed is not None:
             spec = loaded.run.model_copy(update={"seed": seed})

@@ -6,7 +6,7 @@ the hosts are asked; without it each line tells the smallest usual size on which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -27,12 +27,15 @@ from libra_cli.core.launch.shares import rank_gpu_gib, server_room_gib
 from libra_cli.core.launch.trainer_backend import ranks_per_node
 from libra_cli.core.types import Plan, Slot
 
-USUAL_GIB = (24, 40, 48, 80, 94, 141, 180)
-"""Memory of GPUs that people have: RTX 4090, A100, A6000 and L40S, H100, H100 NVL, H200, B200."""
+USUAL_GIB = (24, 40, 48, 80, 94, 141, 180, 268)
+"""Memory of GPUs that people have: RTX 4090, A100, A6000 and L40S, H100, H100 NVL, H200, B200, and
+B300, which is sold as 288 GB."""
 CONTEXT_GIB = (24, 48, 80, 141)
 """The sizes of ``USUAL_GIB`` for which the table tells how long contexts may be."""
 
 WORKER = "gradient worker"
+NO_FIT = "DOES NOT FIT"
+"""The words of a line on a process that fits no GPU of ``USUAL_GIB``."""
 
 
 def memory_table(
@@ -52,6 +55,16 @@ def memory_table(
     buckets = {bucket.name: known[slot] for slot, bucket in plan.servers}
     lines += [_server(recipe, shape, slot, name, head) for name, slot in buckets.items()]
     return (*lines, _transfers(recipe, shape, train))
+
+
+def unfit(lines: Sequence[str]) -> list[str]:
+    """Return those of a table's lines whose processes fit no GPU. Where the trainer's ranks may
+    share a replica in two ways, it is enough that one of them fits."""
+    found = [line for line in lines if NO_FIT in line]
+    trainer = [line for line in lines if line.startswith("trainer")]
+    if set(trainer) <= set(found):
+        return found
+    return [line for line in found if line not in trainer]
 
 
 def _transfers(recipe: Recipe, shape: Architecture, train: list[Slot]) -> str:
@@ -218,11 +231,7 @@ def _fits(wanted: float, node: NodeSpec) -> str:
     size = next((size for size, room in rooms.items() if wanted <= room), None)
     if size is not None:
         return f"fits {part}GPUs of {size} GB or more"
-    return (
-        f"DOES NOT FIT {part}a GPU of {USUAL_GIB[-1]} GB: train on more GPUs, or "
-        "shrink weights, gradients and moments with training.lora or optimizer: adamw_offload, "
-        "activations with training.activation_checkpointing: full"
-    )
+    return f"{NO_FIT} {part}a GPU of {USUAL_GIB[-1]} GB"
 
 
 def _server(
@@ -260,11 +269,13 @@ def _server(
             quantization=quantization,
             head=head,
         )
-        for size in CONTEXT_GIB
+        for size in (*CONTEXT_GIB, USUAL_GIB[-1])
     }
-    held = ", ".join(f"{size} GB {_contexts(n)}" for size, n in rooms.items() if n >= 1)
+    holding = [size for size, contexts in rooms.items() if contexts >= 1]
+    told = [size for size in holding if size in CONTEXT_GIB] or holding
+    held = ", ".join(f"{size} GB {_contexts(rooms[size])}" for size in told)
     on = "GPUs of" if node.share is None else f"{node.share.rollout:g} of GPUs of"
-    return f"{line}; on {on} {held}" if held else f"{line}; DOES NOT FIT {on} 141 GB"
+    return f"{line}; on {on} {held}" if held else f"{line}; {NO_FIT} {on} {USUAL_GIB[-1]} GB"
 
 
 def _fp32_head(model: ModelSpec, shape: Architecture, slot: Slot) -> str:

@@ -85,6 +85,26 @@ def test_a_dry_run_refuses_servers_that_the_model_cannot_be_divided_among(tmp_pa
     assert libra("run", "--dry-run", str(recipe)).exit_code == 0
 
 
+def test_a_dry_run_that_fits_no_gpu_is_shown_and_then_refused(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    whole = (
+        "environment: {name: calculator}\nmodel: {path: /models/Qwen3-32B, max_len: 4096}\n"
+        "nodes: [{host: a, gpus: 2, slots: 2, pool: [rollout, train]}]\n"
+    )
+    recipe.write_text(whole)
+    done = libra("run", "--dry-run", str(recipe))
+    told = " ".join(done.output.split())
+    assert done.exit_code == 2
+    assert "each of 1 rank" in told
+    assert told.index("libra_cli.node.trainer.main") < told.index(
+        "no GPU has the memory for: trainer"
+    )
+    assert "next: train on more GPUs" in told
+    assert "training.lora or training.optimizer: adamw_offload" in told
+    recipe.write_text(whole + "training: {lora: {}}\n")
+    assert libra("run", "--dry-run", str(recipe)).exit_code == 0
+
+
 def test_a_run_takes_the_scheduling_policy_of_help_extend_by_its_entry_point(tmp_path, monkeypatch):
     page = (CHECKOUT / "libra_cli/help/extend.md").read_text()
     section = page.partition("## A scheduling policy")[2].partition("\n## ")[0]

@@ -14,7 +14,7 @@ from libra_cli.app.dry_run import plan_of
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.architecture import PUBLISHED
-from libra_cli.core.launch.memory_table import memory_table
+from libra_cli.core.launch.memory_table import memory_table, unfit
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from tests.package_graph import ROOT
 
@@ -96,10 +96,22 @@ def test_activations_that_the_host_holds_are_told(tmp_path: Path):
     assert f"{held:.1f} GiB of a slot of 1)" in trainer
 
 
-def test_a_model_that_does_not_fit_says_what_to_change(tmp_path: Path):
-    _, trainer, *_ = lines(tmp_path, "/models/Qwen3-14B")
-    assert "DOES NOT FIT" in trainer
-    assert "train on more GPUs" in trainer
+def test_a_server_that_fits_the_largest_gpus_alone_is_told_with_them(tmp_path: Path):
+    longer = "/models/Qwen3-32B}\nrollout: {gpu_memory: 0.5}\n#"
+    assert "on GPUs of 141 GB" in lines(tmp_path, longer)[3]
+    server = lines(tmp_path, longer.replace("0.5", "0.3"))[3]
+    assert "on GPUs of 268 GB" in server
+    assert unfit([server]) == []
+
+
+def test_a_replica_of_all_ranks_is_enough_where_one_of_a_host_does_not_fit() -> None:
+    host, every, server = (
+        "trainer, 2 replicas of 2 ranks, each of 4 ranks: DOES NOT FIT a GPU of 268 GB",
+        "trainer, or else all ranks share one replica, each of 4 ranks: fits GPUs of 180 GB",
+        "server all, each of 1 device: DOES NOT FIT GPUs of 268 GB",
+    )
+    assert unfit([host, every, server]) == [server]
+    assert unfit([host, server]) == [host, server]
 
 
 def test_the_config_json_of_a_directory_is_read_and_a_missing_one_is_told(tmp_path: Path):
