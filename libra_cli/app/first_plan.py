@@ -75,7 +75,7 @@ def explained_first_plan(recipe: Recipe, gpus: frozenset[str] | None = None) -> 
             raise
         why = f"{prices.told}, but by them no plan runs ({error})"
         return FirstPlan(replace(own, reasons=(why, *own.reasons)), slots)
-    plan = replace(found.plan, reasons=(prices.told, work, *found.plan.reasons))
+    plan = replace(found.plan, reasons=(prices.told, f"work: {work}", *found.plan.reasons))
     return replace(found, plan=plan)
 
 
@@ -140,10 +140,10 @@ def expected_work(recipe: Recipe) -> tuple[tuple[TrajectorySample, ...], str]:
     if spec.trace is not None:
         trace = load_trace(spec.trace)
         samples, _ = recorded_samples(trace.episodes, recipe.model.max_len)
-        return samples, f"work: {len(samples):,} trajectories of {trace.name} (planner.trace)"
+        return samples, f"{len(samples):,} trajectories of {trace.name} (planner.trace)"
     lengths = spec.lengths or guessed_lengths(limits_of(recipe))
     origin = "planner.lengths" if spec.lengths else "a guess from the limits of rollout"
-    told = f"work: about {lengths.generated:,.0f} generated tokens in {lengths.turns} turns"
+    told = f"about {lengths.generated:,.0f} generated tokens in {lengths.turns} turns"
     return samples_around(lengths), f"{told} ({origin})"
 
 

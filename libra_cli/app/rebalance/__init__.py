@@ -13,7 +13,6 @@ from libra_cli.app.rebalance.orders import RebalanceError
 from libra_cli.app.rebalance.result import result_of
 from libra_cli.report.status.rebalance import RebalanceResult
 from libra_cli.runtime.store.run_directory import newest_run
-from libra_cli.sim.traces import DEFAULT_TRACE
 
 
 def explain(target: Path | None, *, trace: str | None, profile: str | None) -> RebalanceResult:
@@ -27,7 +26,7 @@ def explain(target: Path | None, *, trace: str | None, profile: str | None) -> R
             f"there is no {target}", hint="libra rebalance RUN_DIR --dry-run, or RECIPE.yaml"
         )
     if target is not None and target.is_file():
-        return result_of(case_of_recipe(target, trace or DEFAULT_TRACE, profile))
+        return result_of(case_of_recipe(target, trace, profile))
     if trace is not None:
         raise RebalanceError(
             "a run has its own trajectories: --trace is for a recipe",

@@ -1,6 +1,4 @@
-"""What there is to decide about: a recipe and a recorded workload, or a run as far as it has
-come.
-"""
+"""What there is to decide about: a recipe and its expected work, or a run as far as it has come."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli.app.costs import costs_of_run, profile_of_recipe, recipe_planner
-from libra_cli.app.first_plan import first_plan, recorded_samples
+from libra_cli.app.first_plan import expected_work, first_plan, recorded_samples
 from libra_cli.app.rebalance.observation import gpu_names, observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.profile import Profile
@@ -18,6 +16,7 @@ from libra_cli.core.observation import Observation
 from libra_cli.core.observed.step_work import workload_of
 from libra_cli.core.planning.planner import Planner
 from libra_cli.core.run.observer import RunObserver
+from libra_cli.core.workload import TrajectorySample
 from libra_cli.report.status.run_state import LIVE
 from libra_cli.report.status.summary import summary
 from libra_cli.runtime.recipes.loader import load_recipe
@@ -49,24 +48,21 @@ class Case:
 # -- a recipe, before anything has run -------------------------------------------------------------
 
 
-def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
-    """A recipe and a recorded workload.
+def case_of_recipe(path: Path, trace: str | None, profile: str | None) -> Case:
+    """A recipe, and a recorded workload or, without a trace, the work that the recipe expects.
 
     Raises:
         LibraError: the recipe or the trace is wrong, or there are no prices for its hosts.
     """
     recipe = load_recipe(path)
-    recorded = load_trace(trace)
     prices = profile_of_recipe(recipe, path, profile)
-    samples, cut = recorded_samples(recorded.episodes, recipe.model.max_len)
+    recorded = trace or recipe.planner.trace
+    samples, told_from, notes = (
+        _recorded(recorded, recipe.model.max_len) if recorded else (*expected_work(recipe), [])
+    )
+    if trace:
+        notes.append("to begin with the plan for this trace, name it in the recipe: planner.trace")
     plan, slots = first_plan(recipe)
-    notes = [f"{recorded.name} has no {lack}" for lack in recorded.lacks if lack == "tool times"]
-    if cut:
-        notes.append(
-            f"{cut:,} of {len(samples):,} trajectories of the trace are longer than model.max_len "
-            f"{recipe.model.max_len:,} and are cut there, as a run would"
-        )
-    notes.append("to begin with the plan for this trace, name it in the recipe: planner.trace")
     return Case(
         of="recipe",
         name=str(path),
@@ -82,9 +78,22 @@ def case_of_recipe(path: Path, trace: str, profile: str | None) -> Case:
         planner=recipe_planner(recipe, lambda plan, evidence: prices, elastic=False),
         profile=prices,
         source="given",
-        told_from=f"{len(samples):,} trajectories of {recorded.name}",
+        told_from=told_from,
         notes=tuple(notes),
     )
+
+
+def _recorded(name: str, max_len: int) -> tuple[tuple[TrajectorySample, ...], str, list[str]]:
+    """Return the trajectories of a trace, whose they are, and what is to be known of them."""
+    trace = load_trace(name)
+    samples, cut = recorded_samples(trace.episodes, max_len)
+    notes = [f"{trace.name} has no {lack}" for lack in trace.lacks if lack == "tool times"]
+    if cut:
+        notes.append(
+            f"{cut:,} of {len(samples):,} trajectories of the trace are longer than model.max_len "
+            f"{max_len:,} and are cut there, as a run would"
+        )
+    return samples, f"{len(samples):,} trajectories of {trace.name}", notes
 
 
 # -- a run ---------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from libra_cli.app import rebalance
+from libra_cli.app.first_plan import expected_work, explained_first_plan
 from libra_cli.app.rebalance.cases import case_of_run
 from libra_cli.cli.main import app
 from libra_cli.config.errors import LibraError, StateError
-from libra_cli.config.recipe import Recipe
+from libra_cli.config.recipe import LengthsSpec, PlannerSpec, Recipe
 from libra_cli.core import records as r
 from libra_cli.core.costs.profile import NothingFits, ProfileError
 from libra_cli.core.json_form import shown
@@ -308,6 +309,26 @@ def test_a_recipe_is_explained_before_anything_has_run(tmp_path: Path) -> None:
     assert told.times.measured == StageTimes(None, None, None)
     assert told.verdict.cost_s == 0.0
     assert "mint" in told.workload.source
+
+
+LENGTHS = LengthsSpec(generated=700, turns=3, tool_s=2.0)
+
+
+@pytest.mark.parametrize(
+    "planner", [{"lengths": LENGTHS}, {"trace": "mint"}, {}], ids=["lengths", "trace", "guess"]
+)
+def test_a_recipe_is_judged_by_the_work_that_its_run_is_planned_with(
+    planner: dict[str, Any], tmp_path: Path
+) -> None:
+    spec = PlannerSpec(profile=PROFILE, **planner)
+    recipe = gpu_recipe().model_copy(update={"planner": spec})
+    begun = explained_first_plan(recipe).explanation
+    told = rebalance.explain(recipe_file(tmp_path, recipe), trace=None, profile=None)
+    assert begun is not None
+    assert (told.times.now.rollout_s, told.times.now.train_s) == pytest.approx(
+        (begun.chosen.rollout_s, begun.chosen.train_s)
+    )
+    assert told.workload.seen == len(expected_work(recipe)[0])
 
 
 def test_trajectories_beyond_max_len_are_cut_as_a_run_would(tmp_path: Path) -> None:
