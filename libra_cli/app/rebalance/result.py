@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from math import inf
 from statistics import fmean
@@ -12,7 +13,7 @@ from libra_cli.core.explanation import Explanation
 from libra_cli.core.planning.planner import Decision
 from libra_cli.core.planning.search import Times
 from libra_cli.core.records import PlannedServer
-from libra_cli.core.types import Plan, Pool
+from libra_cli.core.types import Plan, Pool, Slot
 from libra_cli.report.status.rebalance import (
     FORMAT,
     Corrections,
@@ -48,8 +49,8 @@ def result_of(case: Case) -> RebalanceResult:
         profile=_profile(case),
         workload=_workload(case),
         idle=_idle(measured),
-        plan=_plan(case, case.observation.plan),
-        proposed=_plan(case, decision.proposed),
+        plan=_plan(case, case.observation.plan, case.observation.slots),
+        proposed=_plan(case, decision.proposed, decision.slots),
         times=TimesPart(
             measured=measured,
             priced=_times(found.priced),
@@ -117,8 +118,8 @@ def _explanation(case: Case, decision: Decision) -> Explanation | None:
     return replace(decision.explanation, cost_s=0.0, payback_steps=None, horizon_steps=inf)
 
 
-def _plan(case: Case, plan: Plan) -> PlanResult:
-    layout = case.planner.space.layout_of(plan, case.observation.slots)
+def _plan(case: Case, plan: Plan, slots: Sequence[Slot]) -> PlanResult:
+    layout = case.planner.space.layout_of(plan, slots)
     return PlanResult(
         servers=[PlannedServer(slot, *astuple(bucket)) for slot, bucket in plan.servers],
         train=list(plan.train),

@@ -101,7 +101,7 @@ def _servers(plan: PlanResult) -> str:
 
 
 def _trainers(plan: PlanResult) -> str:
-    slots, gpus = len(plan.train), plan.training_gpus
+    slots, gpus = len(plan.train) + len(plan.gradient), plan.training_gpus
     return f"{slots} slot{'s' * (slots != 1)}, {gpus} rank{'s' * (gpus != 1)}"
 
 

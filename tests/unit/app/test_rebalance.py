@@ -17,7 +17,7 @@ from libra_cli.app.first_plan import expected_work, explained_first_plan
 from libra_cli.app.rebalance.cases import case_of_run
 from libra_cli.cli.main import app
 from libra_cli.config.errors import LibraError, StateError
-from libra_cli.config.recipe import LengthsSpec, PlannerSpec, Recipe
+from libra_cli.config.recipe import LengthsSpec, NodeSpec, PlannerSpec, Recipe
 from libra_cli.core import records as r
 from libra_cli.core.costs.profile import NothingFits, ProfileError
 from libra_cli.core.json_form import shown
@@ -329,6 +329,24 @@ def test_a_recipe_is_judged_by_the_work_that_its_run_is_planned_with(
         (begun.chosen.rollout_s, begun.chosen.train_s)
     )
     assert told.workload.seen == len(expected_work(recipe)[0])
+
+
+def test_gpus_that_train_under_the_plan_proposed_are_counted_on_its_own_slots(
+    tmp_path: Path,
+) -> None:
+    nodes = [NodeSpec(host=f"n{index}", gpus=8) for index in range(3)]
+    rollout = gpu_recipe().rollout.model_copy(update={"buckets": None})
+    recipe = gpu_recipe().model_copy(update={"nodes": tuple(nodes), "rollout": rollout})
+    told = rebalance.explain(recipe_file(tmp_path, recipe), trace="mint", profile=PROFILE)
+    proposed, explained = told.proposed, told.explanation
+    assert explained is not None
+    assert explained.move
+    assert not {*proposed.train, *proposed.gradient} <= {*told.plan.train, *told.plan.gradient}
+    assert explained.chosen.layout.endswith(f"training {proposed.training_gpus}")
+    assert proposed.training_gpus > 8
+    slots = len(proposed.train) + len(proposed.gradient)
+    shown_plans = drawn(rebalance_view(told), width=80)
+    assert f"{slots} slots, {proposed.training_gpus} ranks" in shown_plans
 
 
 def test_trajectories_beyond_max_len_are_cut_as_a_run_would(tmp_path: Path) -> None:
