@@ -210,28 +210,33 @@ def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, sha
         return line
     wanted = held + conditions.overhead_gib
     node = _tightest(recipe.node(slot.node) for slot in slots)
-    return f"{line}; {_fits(wanted, node)}" + _kept(conditions, shape, shards, sharing, node)
+    return f"{line}; {_fits(wanted, node, _keeping(conditions, shape, shards, sharing, node))}"
 
 
-def _kept(
+def _keeping(
     conditions: RankConditions, shape: Architecture, shards: int, sharing: int, node: NodeSpec
-) -> str:
-    """On which GPUs ``training.activation_checkpointing: auto`` keeps more; empty if on none."""
+) -> int | None:
+    """The smallest GPUs on which ``training.activation_checkpointing: auto`` keeps more, if any."""
     for size in USUAL_GIB:
         room = rank_gpu_gib(node, size)
         if conditions.settled(shape, shards, sharing, room) != conditions:
-            return f", and {size} GB or more with activation_checkpointing: selective (auto)"
-    return ""
+            return size
+    return None
 
 
-def _fits(wanted: float, node: NodeSpec) -> str:
-    """Return on which GPUs so many GiB fit, with what CUDA and NCCL take included."""
+def _fits(wanted: float, node: NodeSpec, keeping: int | None) -> str:
+    """Return on which GPUs so many GiB fit, with what CUDA and NCCL take included, and on which
+    larger ones a rank that keeps more."""
     rooms = {size: USABLE_SHARE * rank_gpu_gib(node, size) for size in USUAL_GIB}
     part = "" if node.share is None else f"{node.share.train:g} of "
     size = next((size for size, room in rooms.items() if wanted <= room), None)
-    if size is not None:
-        return f"fits {part}GPUs of {size} GB or more"
-    return f"{NO_FIT} {part}a GPU of {USUAL_GIB[-1]} GB"
+    if size is None:
+        return f"{NO_FIT} {part}a GPU of {USUAL_GIB[-1]} GB"
+    fits = f"fits {part}GPUs of {size} GB or more"
+    if keeping is None:
+        return fits
+    larger = "also" if keeping == size else f"and {keeping} GB or more"
+    return f"{fits}, {larger} with activation_checkpointing: selective (auto)"
 
 
 def _server(

@@ -14,6 +14,7 @@ from libra_cli.app.dry_run import plan_of
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.architecture import PUBLISHED
+from libra_cli.core.costs.memory import trainer_overhead_gib
 from libra_cli.core.launch.memory_table import memory_table, unfit
 from libra_cli.core.launch.placement import initial_plan, slots_of
 from tests.package_graph import ROOT
@@ -96,6 +97,18 @@ def test_activations_that_the_host_holds_are_told(tmp_path: Path):
     assert f"{held:.1f} GiB of a slot of 1)" in trainer
 
 
+def test_gpus_that_hold_products_too_are_told_once(tmp_path: Path):
+    small = "/models/Qwen3-0.6B}\ntraining: {micro_batch_tokens: %d}\n#"
+    more = {tokens: lines(tmp_path, small % tokens)[1] for tokens in (8192, 32768)}
+    assert more[8192].endswith(
+        "; fits GPUs of 24 GB or more, also with activation_checkpointing: selective (auto)"
+    )
+    assert more[32768].endswith(
+        "; fits GPUs of 24 GB or more, and 80 GB or more with "
+        "activation_checkpointing: selective (auto)"
+    )
+
+
 def test_a_server_that_fits_the_largest_gpus_alone_is_told_with_them(tmp_path: Path):
     longer = "/models/Qwen3-32B}\nrollout: {gpu_memory: 0.5}\n#"
     assert "on GPUs of 141 GB" in lines(tmp_path, longer)[3]
@@ -127,6 +140,30 @@ def test_the_config_json_of_a_directory_is_read_and_a_missing_one_is_told(tmp_pa
     }
     (mine / "config.json").write_text(json.dumps(sizes))
     assert lines(tmp_path, str(mine))[0].startswith(f"by {mine}/config.json: 0.0 billion")
+
+
+SHARED = re.compile(
+    r"\| (Qwen\S+), (?:all weights|`(training: .*)`) \| `(.*)` "
+    r"\| (.*) \+ (.*) of (.*) GiB \| (.*) \|"
+)
+"""A row of help/gpus.md on a model whose server and trainer share a GPU of 24 GB."""
+
+
+def test_what_shares_a_gpu_takes_as_much_as_the_page_on_gpus_says(tmp_path: Path) -> None:
+    page = (ROOT / "libra_cli/help/gpus.md").read_text(encoding="utf-8")
+    rows = SHARED.findall(page)
+    assert len(rows) == 2
+    recipe = tmp_path / "recipe.yaml"
+    for model, training, share, held, assumed, of, contexts in rows:
+        recipe.write_text(
+            f"nodes: [{{host: local, gpus: 1, share: {share}}}]\n"
+            f"model: {{max_len: 4096, path: /models/{model}}}\n{training}\n"
+        )
+        told, shares = "\n".join(plan_of(recipe)[1].memory), yaml.safe_load(share)
+        assert f"8,192 tokens: {held} GiB" in told
+        assert f"on {shares['rollout']} of GPUs of 24 GB {contexts}," in told
+        assert float(assumed) == trainer_overhead_gib(alone=True)
+        assert float(of) == pytest.approx(24 * shares["train"])
 
 
 WHOLE = yaml.safe_load((ROOT / "tests/fixtures/memory_tables.yaml").read_text())
