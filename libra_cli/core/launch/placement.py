@@ -242,10 +242,18 @@ def _choose_train(
     if not found:
         return frozenset(fixed + free[:wanted]), ""
     _, train = min(found, key=lambda one: one[0])  # of even ones the first, else the first
-    return train, (
-        f"{_count(len(train), 'slot')} of {len(slots)} trains: a third of them to begin "
-        f"with, {len(fixed)} because the pool says so"
-    )
+    return train, _told_split(len(train), len(slots), by_pool=len(fixed))
+
+
+def _told_split(train: int, slots: int, *, by_pool: int) -> str:
+    """Return how many slots train to begin with, and why so many."""
+    told = f"{train} of {slots} slots train{'s' * (train == 1)} to begin with, "
+    if train == by_pool:
+        return f"{told}as the pools of the recipe say"
+    third = "a third of them, rounded up"
+    if train != -(-slots // 3):
+        third = "as near to a third of them as pools and nodes allow"
+    return told + third + (f"; {by_pool} by the recipe's pools" if by_pool else "")
 
 
 def _check_halves(number: int, train: frozenset[SlotId], serving: tuple[Slot, ...]) -> None:

@@ -162,7 +162,7 @@ class RecipePlacement:
             seen.add(train)
             base = tuple(slot for slot in current.train if slot in train) if self.elastic else ()
             beside = train - set(base) if base else frozenset()
-            why = f"{len(train)} of {len(slots)} slots train"
+            why = f"{len(train)} of {len(slots)} slots train{'s' * (len(train) == 1)}"
             try:
                 plan = plan_with(self.recipe, slots, train - beside, why, gradient=beside)
             except PlanError:

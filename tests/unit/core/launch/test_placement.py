@@ -34,6 +34,33 @@ def test_a_third_of_the_slots_trains_and_one_at_least_does_each(pools: list[str]
     assert len(plan.servers) == len(pools) - train
 
 
+@pytest.mark.parametrize(
+    ("pools", "told"),
+    [
+        (["auto"] * 5, "2 of 5 slots train to begin with, a third of them, rounded up"),
+        (
+            ["train", "auto", "auto", "auto"],
+            (
+                "2 of 4 slots train to begin with, a third of them, rounded up; "
+                "1 by the recipe's pools"
+            ),
+        ),
+        (["train", "auto"], "1 of 2 slots trains to begin with, as the pools of the recipe say"),
+        (
+            ["rollout", "rollout", "rollout", "rollout", "auto"],
+            (
+                "1 of 5 slots trains to begin with, "
+                "as near to a third of them as pools and nodes allow"
+            ),
+        ),
+        (["rollout", "train"], "the pools of the recipe give 1 slot to training"),
+    ],
+)
+def test_a_first_plan_says_why_so_many_slots_train(pools: list[str], told: str):
+    node = {"host": "a", "slots": len(pools), "pool": pools}
+    assert initial_plan(world.recipe(nodes=[node])).reasons[0] == told
+
+
 def test_a_host_that_only_plays_has_no_slots_and_leaves_open_nodes_open():
     players = {"host": "p", "pool": "environments"}
     workers = {"environment": {"workers": {"processes": 2, "nodes": ["p"]}}}
