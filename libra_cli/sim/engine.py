@@ -64,7 +64,8 @@ class EngineRequest(NamedTuple):
     ``session`` is the trajectory, whose earlier turns may be cached; ``cache_key`` the weight
     version, whose KV no other may use; ``shared`` a key and a length: the first tokens of the
     prompt, which siblings have too. ``known`` tokens of the context were computed before, here or
-    elsewhere. Lower ``priority`` goes first, where the engine looks at it.
+    elsewhere. Lower ``priority`` goes first, and of equals who was there first, as in vLLM with
+    ``--scheduling-policy priority``, by which libra's servers run.
     """
 
     id: int
@@ -160,7 +161,6 @@ class Engine:
         *,
         max_num_seqs: int,
         block_tokens: int = 16,
-        by_priority: bool = False,
     ) -> None:
         if not 0 < max_num_seqs <= cost.chunk_tokens:
             raise ValueError(
@@ -170,7 +170,6 @@ class Engine:
         self.cost = cost
         self.max_num_seqs = max_num_seqs
         self.block_tokens = block_tokens
-        self.by_priority = by_priority
         self._cache = KvCache(cost.kv_tokens // block_tokens, block_tokens)
         self.busy_s: Seconds = 0.0
         self.generated_tokens: Tokens = 0
@@ -255,7 +254,7 @@ class Engine:
         live = _Live(request, self._submitted, now, self.block_tokens)
         self._submitted += 1
         self._requests[request.id] = live
-        heappush(self._waiting, (request.priority if self.by_priority else 0, live.seq, live))
+        heappush(self._waiting, (request.priority, live.seq, live))
         if self._planned and self._open:
             self._interrupt(now)
 
@@ -364,9 +363,7 @@ class Engine:
             self._plan_decode(1 if preempted else None)
 
     def _set_open(self, preempted: bool) -> None:
-        blocked = bool(self._waiting) and not self.by_priority
-        full = len(self._running) >= self.max_num_seqs
-        self._open = not (preempted or blocked or full)
+        self._open = not preempted and len(self._running) < self.max_num_seqs
 
     def _plan_decode(self, most: int | None) -> None:
         ending = self._ending
@@ -603,8 +600,6 @@ class Engine:
     # -- preemption, interruption, abortion ----------------------------------
 
     def _victim(self) -> _Live:
-        if not self.by_priority:
-            return self._running[next(reversed(self._running))]
         return max(self._running.values(), key=lambda live: (live.request.priority, live.seq))
 
     def _make_room_to_decode(self) -> None:
@@ -638,8 +633,7 @@ class Engine:
         live.known = max(live.known, live.computed)
         live.target = live.request.prompt + live.generated
         live.computed = 0
-        priority = live.request.priority if self.by_priority else 0
-        heappush(self._waiting, (priority, live.seq, live))
+        heappush(self._waiting, (live.request.priority, live.seq, live))
 
     def _unschedule(self, live: _Live) -> None:
         """Take a prompt that is being computed out of this step."""

@@ -89,6 +89,7 @@ class SimServers:
             cache_key=action.kv_key,
             shared=(who.group, play.episode.prompt),
             known=play.known,
+            priority=action.priority,
         )
         engine = self.engines[action.slot]
         engine.submit(request, self._time.now)

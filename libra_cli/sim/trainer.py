@@ -63,7 +63,7 @@ class _Step:
         return self.fixed_s + self.crowding * max([self.own_s, *working])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class SimTrainer:
     """The trainer in virtual time. ``later`` puts an event on the heap; ``clock`` tells the virtual
     time.

@@ -115,16 +115,16 @@ class World:
         self._ended = False
         self._slots = {slot.id: slot for slot in scene.slots}
         self._trainer = SimTrainer(
-            self._slots,
-            scene.train_s,
-            scene.training_slowdown,
-            time.later,
-            lambda: time.now,
-            scene.gradient_s,
-            scene.fixed_s,
-            scene.resize_s,
-            scene.decay,
-            scene.rank_slowdown,
+            slots=self._slots,
+            step_s=scene.train_s,
+            slowdown=scene.training_slowdown,
+            later=time.later,
+            clock=lambda: time.now,
+            gradient_s=scene.gradient_s,
+            fixed_s=scene.fixed_s,
+            resize_s=scene.resize_s,
+            decay=scene.decay,
+            rank_slowdown=scene.rank_slowdown,
             trained=self.recording.trained,
         )
         self._owners = self._owned(plans if planner is None else partial(answer, planner))

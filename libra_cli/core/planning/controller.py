@@ -9,9 +9,9 @@ A user's order comes before the planner: pins hold slots against both.
 
 Every plan is kept with its prediction. Observed are the mean seconds of up to ``WINDOW`` steps
 before it was chosen, and of the ``WINDOW`` steps after the last of its moves; steps while slots
-moved count for neither. So is every decision with its explanation, to stay as well; what came are
-the steps after it, until the next. Limit: what else has changed meanwhile (lengths drift) is in
-that comparison too.
+moved count for neither. Every decision is kept too, also one to stay, with its explanation: what it
+is observed to have come to is the mean of the steps until the next decision, ``WINDOW`` at most.
+Limit: what else has changed meanwhile (lengths drift) is in that comparison too.
 """
 
 from __future__ import annotations
@@ -283,8 +283,8 @@ class PlanController:
     ) -> list[Result]:
         """Write down what the planner has answered, and what comes of it.
 
-        The recalibration under which a plan was chosen is remembered as long as it lasts. An
-        ``explanation`` of what is not done is none.
+        The recalibration under which a plan was chosen is remembered as long as it lasts. Of a plan
+        that was refused no ``explanation`` is passed.
         """
         told = self._close()
         self._awaiting = False

@@ -142,21 +142,6 @@ class Proposal:
     binding: Binding
     reasons: tuple[str, ...]
 
-    @property
-    def rollout_s(self) -> Seconds:
-        """Predicted seconds of rollout a step."""
-        return self.times.rollout_s
-
-    @property
-    def train_s(self) -> Seconds:
-        """Predicted seconds of training a step."""
-        return self.times.train_s
-
-    @property
-    def step_s(self) -> Seconds:
-        """Predicted seconds a step."""
-        return self.times.step_s
-
 
 MISSED, MISSED_ALONE = 0.06, 0.14
 """Shares by which rollout on unlike servers is taken to be slower than their table says, and where

@@ -163,7 +163,7 @@ class Trajectories:
         self._parked: dict[SlotId, dict[int, TurnGenerated]] = {}
         self._requests = 0
         self._fatal_prompts = FatalPromptDetector()
-        #: Those of them that wait until they may be queued.
+        #: Those that it suspects, which wait until they may be sent to a server.
         self._held: set[TrajectoryId] = set()
         #: Tokens of all trajectories in play; and of one, at a random moment.
         self._context_tokens = 0

@@ -58,9 +58,9 @@ PING_INTERVAL_S = 5.0
 PINGS_A_LEASE = 5
 """Pings that go out in a lease at least, so that a dead connection can be replaced in time."""
 MODEL_FILES_S = 120.0
+"""Seconds for fingerprints of a model on a slow or shared disk."""
 FACTS_S = 150.0
 """nvidia-smi may take a minute, and is called twice where a GPU is split into instances."""
-"""Seconds for fingerprints of a model on a slow or shared disk."""
 RECONNECT_S = 10.0
 AGENT_PAUSES_S = (1.0, 2.0, 4.0)
 """Pauses after attaching to an agent that does not listen: one that ends may take its grace."""

@@ -87,8 +87,8 @@ def blocks_of(tokens: int) -> int:
 class Reference:
     """vLLM's scheduling, step by step; `old` holds what nobody uses, oldest first."""
 
-    def __init__(self, cost: ServerCost, max_num_seqs: int, by_priority: bool) -> None:
-        self.cost, self.max_num_seqs, self.by_priority = cost, max_num_seqs, by_priority
+    def __init__(self, cost: ServerCost, max_num_seqs: int) -> None:
+        self.cost, self.max_num_seqs = cost, max_num_seqs
         self.total = cost.kv_tokens // BLOCK
         self.running: list[Item] = []
         self.waiting: list[Item] = []
@@ -143,9 +143,7 @@ class Reference:
         item.prefix, item.shared, item.owner, item.decoding = None, 0, False, False
 
     def preempt(self) -> Item:
-        victim = self.running[-1]
-        if self.by_priority:
-            victim = max(self.running, key=lambda item: item.rank)
+        victim = max(self.running, key=lambda item: item.rank)
         self.leave(victim)
         victim.computed = 0
         self.preemptions += 1
@@ -179,7 +177,7 @@ class Reference:
         return also
 
     def admit(self, also: dict[int, int], budget: int) -> None:
-        self.waiting.sort(key=lambda item: item.rank if self.by_priority else (0, item.order))
+        self.waiting.sort(key=lambda item: item.rank)
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             item = self.waiting[0]
             tokens = self.enter(item, also, budget)
@@ -311,23 +309,22 @@ servers = st.builds(
 
 
 def refer(
-    load: list[tuple[float, EngineRequest]], server: ServerCost, seqs: int, by_priority: bool
+    load: list[tuple[float, EngineRequest]], server: ServerCost, seqs: int
 ) -> tuple[list[Item], Reference]:
     items = [Item(at, request, i) for i, (at, request) in enumerate(load)]
-    reference = Reference(server, seqs, by_priority)
+    reference = Reference(server, seqs)
     reference.run(items)
     return items, reference
 
 
 @settings(max_examples=4 * settings().max_examples)
-@given(workloads, servers, st.integers(1, 12), st.sampled_from(["order", "priority", "peek"]))
+@given(workloads, servers, st.integers(1, 12), st.booleans())
 def test_finish_times_are_those_of_a_simulation_step_by_step(
-    load: list[tuple[float, EngineRequest]], server: ServerCost, seqs: int, way: str
+    load: list[tuple[float, EngineRequest]], server: ServerCost, seqs: int, peek: bool
 ) -> None:
-    by_priority = way == "priority"
-    engine = Engine(server, max_num_seqs=seqs, by_priority=by_priority)
-    done = run(engine, load, peek=way == "peek")
-    items, reference = refer(load, server, seqs, by_priority)
+    engine = Engine(server, max_num_seqs=seqs)
+    done = run(engine, load, peek=peek)
+    items, reference = refer(load, server, seqs)
     assert done.keys() == {item.order for item in items}
     for item in items:
         assert done[item.order].finished_at == pytest.approx(item.end, abs=1e-6)
@@ -404,7 +401,7 @@ def test_the_aborted_end_at_the_next_boundary_with_what_they_have_and_the_others
         Item(at, request, i, abort_at=first.get(i, float("inf")))
         for i, (at, request) in enumerate(load)
     ]
-    Reference(server, seqs, by_priority=False).run(items)
+    Reference(server, seqs).run(items)
     for f in done:
         assert f.generated == items[f.id].generated
         if f.id not in aborted:
@@ -493,13 +490,11 @@ def test_a_request_turned_out_by_a_prefix_it_shares_comes_back() -> None:
     assert done[1].cached == 5 * BLOCK
 
 
-def test_priority_goes_first_where_the_engine_looks_at_it() -> None:
+def test_lower_priority_goes_first() -> None:
     load = [(0.0, EngineRequest(0, 0, 10, 100))]
     load += [(0.1, EngineRequest(i, i, 10, 100, priority=5 - i)) for i in range(1, 4)]
-    by_order = run(Engine(cost(), max_num_seqs=1), load)
-    by_priority = run(Engine(cost(), max_num_seqs=1, by_priority=True), load)
-    assert sorted(by_order, key=lambda i: by_order[i].finished_at) == [0, 1, 2, 3]
-    assert sorted(by_priority, key=lambda i: by_priority[i].finished_at) == [0, 3, 2, 1]
+    done = run(Engine(cost(), max_num_seqs=1), load)
+    assert sorted(done, key=lambda i: done[i].finished_at) == [0, 3, 2, 1]
 
 
 def test_submitting_late_catches_up_first_and_loses_nothing() -> None:

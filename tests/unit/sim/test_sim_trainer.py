@@ -19,7 +19,12 @@ class Run:
         self.now: Seconds = 0.0
         self.due: list[tuple[Seconds, e.Event]] = []
         self.trainer = SimTrainer(
-            {}, lambda samples, gpus: 0.0, slowdown, self.later, lambda: self.now, fixed_s=STEP_S
+            slots={},
+            step_s=lambda samples, gpus: 0.0,
+            slowdown=slowdown,
+            later=self.later,
+            clock=lambda: self.now,
+            fixed_s=STEP_S,
         )
         self.trainer.perform(a.Train(1, 1, (), None, WeightVersion(1, 0)))
 

@@ -163,4 +163,4 @@ def test_without_the_cut_a_trainer_would_not_hold_what_is_expected() -> None:
     factor = 2 * longest / 9_000
     with pytest.raises(NothingFits):
         Search(PROFILE, free.stretched(factor), 8, PlannerSettings())
-    assert Search(PROFILE, short.stretched(factor), 8, PlannerSettings()).best().step_s < 1e6
+    assert Search(PROFILE, short.stretched(factor), 8, PlannerSettings()).best().times.step_s < 1e6

@@ -141,7 +141,7 @@ def test_a_shift_moves_gpus_either_way(first: float, then: float) -> None:
     gained = layouts[-1].rollout_gpus - layouts[0].rollout_gpus
     assert gained > 0 if then > first else gained < 0
     best = search_of(work(then)).best()
-    assert search_of(work(then)).times(layouts[-1]).step_s < best.step_s * 1.08
+    assert search_of(work(then)).times(layouts[-1]).step_s < best.times.step_s * 1.08
     assert moved[0].after.step_s < moved[0].before.step_s
     assert moved[0].payback_steps is not None
 

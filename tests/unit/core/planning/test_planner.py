@@ -54,7 +54,7 @@ def test_the_split_equals_exhaustive_search(mean: float, gpus: int, seed: int) -
         if training is not None:
             equal_s = search.table.buckets_s(search.uniform(split), training.seconds)
             every.append(Times(equal_s, training.seconds).step_s)
-    assert min(every) * (1 - 1e-9) <= search.best().step_s <= min(every) * (1 + ALIKE)
+    assert min(every) * (1 - 1e-9) <= search.best().times.step_s <= min(every) * (1 + ALIKE)
 
 
 @given(rollout_s=st.floats(0, 1e6), train_s=st.floats(0, 1e6))
@@ -125,14 +125,14 @@ def test_a_proposal_fits_the_budget_and_every_memory(mean: float, gpus: int, see
 @pytest.mark.parametrize("mean", [1000, 5000, 11_500])
 def test_a_proposal_says_why_and_what_comes_second(mean: float) -> None:
     found = propose(PROFILE, heavy_tailed(mean), 48)
-    assert found.step_s == Times(found.rollout_s, found.train_s).step_s
-    assert f"{found.rollout_s:.1f} s" in found.reasons[1]
+    assert found.times.step_s == Times(found.times.rollout_s, found.times.train_s).step_s
+    assert f"{found.times.rollout_s:.1f} s" in found.reasons[1]
     assert found.binding.words in found.reasons[1]
     assert found.layout.rollout_gpus + found.layout.training_gpus == 48
     assert not any("left over" in reason for reason in found.reasons)
     assert found.runner_up is not None
     assert found.runner_up[0] != found.layout
-    assert found.runner_up[1].step_s >= found.step_s / (1 + ALIKE)
+    assert found.runner_up[1].step_s >= found.times.step_s / (1 + ALIKE)
 
 
 def test_longer_trajectories_want_more_gpus_for_rollout() -> None:
