@@ -212,7 +212,7 @@ class TrainingSpec(Section):
     """PPO's clip range: the probability ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0.0)] = 0.28
     """The ratio is clipped above at 1 + clip_high; DAPO's "clip-higher" (arXiv 2503.14476)."""
-    sampler_correction: SamplerCorrection = "token_mask"
+    sampler_correction: SamplerCorrection = "token_clip"
     """The use of the ratio of trainer to rollout probability, of a token or the product over a
     trajectory: a weight of at most tis_cap (truncate); one that is 0 outside of tis_floor to
     tis_cap (mask); one that is 0 where the token has already moved past clip_low or clip_high in
@@ -220,7 +220,7 @@ class TrainingSpec(Section):
     """
     tis_cap: Annotated[float, Field(ge=1.0)] | None = None
     """The greatest importance weight, the ratio of trainer to rollout probability. Null: 5 with
-    token_mask and token_clip, 2 with the others."""
+    token_clip and token_mask, 2 with the others."""
     tis_floor: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """The least weight that sampler_correction masks nothing at. Null: 0.5 with token_mask, as
     IcePop's band, and 0 with sequence_mask."""
@@ -352,9 +352,17 @@ class TrainingSpec(Section):
     """Begin a step on the groups that are finished while others are still played."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what compiled layers, and a bound that is chosen, cannot be beside."""
+        """Yield what compiled layers, and a bound that is chosen, cannot be beside, and a floor of
+        weights where none is masked."""
         if self.staleness.is_chosen:
             yield from self._unknown_worth()
+        if self.tis_floor is not None and not self.sampler_correction.endswith("mask"):
+            yield Problem(
+                ("tis_floor", "sampler_correction"),
+                f"is {self.tis_floor:g}, but training.sampler_correction: "
+                f"{self.sampler_correction} masks no weight: set it to token_mask or "
+                "sequence_mask, or leave out training.tis_floor",
+            )
         if self.compile:
             yield from self._not_compiled()
 

@@ -508,8 +508,8 @@ _RL: tuple[KeyRule, ...] = (
     left(
         "trainer.loss",
         Why.MISSING,
-        "a batch has one update, where no clip is at work, and training.sampler_correction masks "
-        "tokens (libra help losses)",
+        "training.sampler_correction says which tokens of older versions weigh nothing (libra help "
+        "losses)",
     ),
     left(
         "orchestrator.algo orchestrator.train.filter_zero_advantages orchestrator.buffer "

@@ -230,18 +230,19 @@ def _importance(given: Given) -> Made:
     if given.get("vllm_importance_sampling_correction") is False:
         yield Setting("training.sampler_correction", "none", "as given")
         return
-    mode = given.get("vllm_importance_sampling_mode")
-    if mode is not None:
-        yield Setting(
-            "training.sampler_correction", mode, given.told("vllm_importance_sampling_mode")
-        )
-    for theirs, ours in (
-        ("vllm_importance_sampling_cap", "training.tis_cap"),
-        ("vllm_importance_sampling_clip_max", "training.tis_cap"),
-        ("vllm_importance_sampling_clip_min", "training.tis_floor"),
-    ):
-        if theirs in given:
-            yield Setting(ours, given.number(theirs), given.told(theirs))
+    caps = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
+    low, key = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_mode"
+    if not any(one in given for one in (key, low, *caps)):
+        return
+    mode = str(given.get(key, "sequence_mask"))
+    yield Setting("training.sampler_correction", mode, given.told(key))
+    for one in caps:
+        if one in given:
+            yield Setting("training.tis_cap", given.number(one), given.told(one))
+    if low in given and mode.endswith("mask"):
+        yield Setting("training.tis_floor", given.number(low), given.told(low))
+    elif low in given:
+        yield LeftOut(low, Why.MISSING, "libra bounds a truncated weight above only")
 
 
 def _schedule(given: Given) -> Made:

@@ -87,6 +87,24 @@ def test_what_trl_takes_where_nothing_is_said_is_written(made):
     assert "TRL's default of adam_beta1" in one.told.text
 
 
+@pytest.mark.parametrize(
+    ("mode", "correction", "floor"),
+    [
+        (None, "sequence_mask", 0.5),
+        ("token_mask", "token_mask", 0.5),
+        ("token_truncate",) * 2 + (None,),
+    ],
+)
+def test_bounds_of_weights_of_trl_keep_its_way_of_applying_them(made, mode, correction, floor):
+    bounds = {"vllm_importance_sampling_clip_min": 0.5, "vllm_importance_sampling_clip_max": 3}
+    more = {"vllm_importance_sampling_mode": mode} if mode else {}
+    one = made("grpo.yaml", {"num_generations": 8, **bounds, **more})
+    assert one["training.sampler_correction"] == correction
+    assert (one["training.tis_cap"], one["training.tis_floor"]) == (3, floor)
+    assert ("vllm_importance_sampling_clip_min" in one.why) == (floor is None)
+    assert one.told.problems == ""
+
+
 @pytest.mark.parametrize(("loss", "ours"), [("dapo", "token_clip"), ("cispo", None)])
 def test_the_asynchronous_trainer_of_trl_clips_against_the_policy_that_generated(made, loss, ours):
     one = made("train_async_grpo.yaml", {"num_generations": 8, "loss_type": loss})

@@ -90,9 +90,9 @@ def test_the_importance_weight_is_truncated_above_only():
     assert gradient(-1.0, old=-1.0, rollout=-9.0, advantage=1.0) == pytest.approx(-2.0)
 
 
-def test_by_default_a_token_outside_of_the_band_is_left_out():
+def test_a_token_outside_of_the_band_is_left_out():
     inputs = two_trajectories(proximal=[0.0, -3.0, 0.0, 0.0], rollout=[-1.5, -1.0, 0.0, -1.7])
-    weights, bound = rollout_weights(inputs, TrainingSpec())
+    weights, bound = rollout_weights(inputs, TrainingSpec(sampler_correction="token_mask"))
     assert weights.tolist() == pytest.approx([math.exp(1.5), 0.0, 1.0, 0.0])
     assert bound.tolist() == [False, True, False, True]
 
@@ -255,7 +255,7 @@ def test_kl_and_entropy_are_weighed_by_their_coefficients():
 
 def test_weights_are_summed_and_those_of_none_counted():
     inputs = two_trajectories(rollout=[-1.0, -1.0, -1.5, 1.0])
-    sums = shipped("dapo")(inputs).metrics
+    sums = shipped("dapo", sampler_correction="token_mask")(inputs).metrics
     assert float(sums["tis_mean"]) == pytest.approx(2.0 + math.exp(0.5))
     assert (int(sums["mask_fraction"]), int(sums["clip_fraction"])) == (1, 1)
 
