@@ -29,6 +29,7 @@ class HostAnswer:
     node: str
     told: Any = None
     error: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ async def _ask_one(node: NodeSpec, command: str, arguments: Sequence[str]) -> Ho
             raise HostError(f"{node.name}: {done.last_words}")
         return HostAnswer(node.name, last_line(node.name, done))
     except LibraError as error:
-        return HostAnswer(node.name, error=one_line(str(error)))
+        told = one_line(str(error)).removeprefix(f"{node.name}: ")
+        return HostAnswer(node.name, error=told, hint=error.hint)
     finally:
         await host.close()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from libra_cli.cli.terminal import err, errors_told, out
+
+if TYPE_CHECKING:
+    from libra_cli.app.operations import HostAnswer
 
 HOST_PROBLEM = 3
 Target = Annotated[
@@ -32,7 +36,7 @@ def ps(target: Target = None, host: HostNames = None, as_json: AsJson = False) -
             typer.echo(json.dumps([asdict(one) for one in answers], indent=2))
         else:
             out.print(owned_view([asdict(one) for one in answers]))
-        _refuse_silence([one.error for one in answers])
+        _refuse_silence(answers)
 
 
 def gc(
@@ -60,13 +64,18 @@ def gc(
                 out.print(line, markup=False, highlight=False, soft_wrap=True)
         total = sum(thing["bytes"] for one in answers for thing in one.told or ())
         verb = "would be removed" if dry_run else "removed"
-        out.print(f"{total / 1e6:.1f} MB {verb}", highlight=False)
-        _refuse_silence([one.error for one in answers])
+        if any(not one.error for one in answers):
+            out.print(f"{total / 1e6:.1f} MB {verb}", highlight=False)
+        _refuse_silence(answers)
 
 
-def _refuse_silence(errors: list[str]) -> None:
-    told = [error for error in errors if error]
-    for error in told:
-        err.print(error, style="red", markup=False, highlight=False, soft_wrap=True)
-    if told:
+def _refuse_silence(answers: Sequence[HostAnswer]) -> None:
+    """Name the hosts that were not looked at, and exit if there are any."""
+    silent = [one for one in answers if one.error]
+    for one in silent:
+        told = f"{one.node} was not looked at: {one.error}"
+        err.print(told, style="red", markup=False, highlight=False, soft_wrap=True)
+        if one.hint:
+            err.print(f"next: {one.hint}", markup=False, highlight=False, soft_wrap=True)
+    if silent:
         raise typer.Exit(HOST_PROBLEM)

@@ -56,6 +56,12 @@ class PreflightCase:
             if facts is not None:
                 yield node, facts
 
+    def silent(self) -> list[str]:
+        """Return the nodes that did not answer, so that nothing is known of them."""
+        names = (node.name for node in self.recipe.nodes)
+        reports = ((name, self.hosts[name]) for name in names if name in self.hosts)
+        return [name for name, report in reports if report.error and report.facts is None]
+
     def halves(self, node: NodeSpec) -> tuple[str, ...]:
         """The halves of a run (``rollout``, ``train``) that a node is in now or may be later, and
         ``models`` where it serves frozen ones."""

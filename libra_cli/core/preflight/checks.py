@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from libra_cli.core.preflight import (
     cores,
@@ -18,7 +18,7 @@ from libra_cli.core.preflight import (
     shares,
 )
 from libra_cli.core.preflight.case import PreflightCase
-from libra_cli.core.preflight.findings import Finding
+from libra_cli.core.preflight.findings import CONTROLLER, Finding
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,24 @@ CHECKS = (
 
 
 def examine(case: PreflightCase, *, quick: bool) -> list[Finding]:
-    """Return all findings, check by check; a check that found something has no ``fine`` line."""
+    """Return all findings, check by check; a check that found something has no ``fine`` line.
+
+    Where hosts do not answer, a check of hosts is ``unknown`` and not ``fine``.
+    """
     found: list[Finding] = []
+    silent = case.silent()
     for check in (one for one in CHECKS if one.quick or not quick):
         of_check = list(check.rule(case))
         wrong = [one for one in of_check if one.severity != "fine"]
-        found += wrong or of_check[:1]
+        found += wrong or [_as_far_as_looked(one, case, silent) for one in of_check[:1]]
     return found
+
+
+def _as_far_as_looked(fine: Finding, case: PreflightCase, silent: Sequence[str]) -> Finding:
+    """What hosts told is fine; of those that are ``silent`` it is unknown."""
+    if fine.host == CONTROLLER or not silent:
+        return fine
+    told = f"fine on the others, not looked at on {', '.join(silent)}"
+    if len(silent) == len(case.recipe.nodes):
+        told = "not looked at: no host answers"
+    return replace(fine, severity="unknown", what=told)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-Severity: TypeAlias = Literal["stops", "warns", "fine"]
+Severity: TypeAlias = Literal["stops", "warns", "fine", "unknown"]
+"""How bad a finding is; ``unknown`` is fine as far as was looked, which some host did not let."""
 Place: TypeAlias = Literal["host", "here", "recipe", "person"]
 """Where a remedy is carried out: on the host, on the controller, in the recipe, or by asking
 somebody (root or the owner of a process).

@@ -12,7 +12,12 @@ from rich.text import Text
 from libra_cli.core.preflight.findings import Finding, stopping, warning
 from libra_cli.report.terminal.plots import Portable
 
-_MARKS = {"stops": ("✗", "bold red"), "warns": ("!", "yellow"), "fine": ("✓", "green")}
+_MARKS = {
+    "stops": ("✗", "bold red"),
+    "warns": ("!", "yellow"),
+    "fine": ("✓", "green"),
+    "unknown": ("?", "yellow"),
+}
 _PLACES = {
     "host": "on the host",
     "here": "here",
@@ -36,7 +41,7 @@ def _table(findings: Sequence[Finding]) -> Table:
         worst = (stopping(of_check) or warning(of_check) or of_check)[0]
         sign, style = _MARKS[worst.severity]
         told = worst.what
-        if worst.severity != "fine":
+        if worst.severity in ("stops", "warns"):
             told = ", ".join(dict.fromkeys(one.host for one in of_check))
         table.add_row(Text(sign, style=style), Text(check), Text(told, overflow="fold"))
     return table
@@ -60,5 +65,9 @@ def _block(finding: Finding) -> RenderableType:
 def _sum(findings: Sequence[Finding], seconds: float) -> Text:
     stops, warns = len(stopping(findings)), len(warning(findings))
     fine = sum(one.severity == "fine" for one in findings)
-    told = f"{fine} checks fine, {warns} warnings, {stops} that stop a run ({seconds:.1f} s)"
-    return Text(told, style="bold red" if stops else "yellow" if warns else "green")
+    unknown = sum(one.severity == "unknown" for one in findings)
+    not_made = f"{unknown} not made on all hosts, " if unknown else ""
+    told = f"{fine} checks fine, {not_made}{warns} warnings, {stops} that stop a run"
+    return Text(
+        f"{told} ({seconds:.1f} s)", style="bold red" if stops else "yellow" if warns else "green"
+    )

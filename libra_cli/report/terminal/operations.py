@@ -22,8 +22,9 @@ def owned_view(answers: Sequence[Mapping[str, Any]]) -> RenderableType:
     rows.sort(key=lambda one: [str(one[1][name]) for name in ("run", "node", "process")])
     if rows:
         parts.append(_table(rows))
-    else:
-        parts.append(Text("no run owns anything on these hosts"))
+    elif told:
+        which = "these hosts" if len(told) == len(answers) else "the hosts that answered"
+        parts.append(Text(f"no run owns anything on {which}"))
     for node, found in told:
         parts += [Text(_other(node, one)) for one in found["others"]]
     return Portable(Group(*parts))

@@ -130,10 +130,8 @@ class Setup:
     async def _copy_models(self, path: str) -> None:
         found = await self._source(path)
         if found is None:
-            raise HostError(
-                f"{path} is neither here nor on any host",
-                hint=f"here: hf download ORGANISATION/NAME --local-dir {path}",
-            )
+            self._refuse_missing(path)
+            return
         where, source = found
         nodes = self._chosen(self._models)
         for node in nodes:
@@ -145,6 +143,18 @@ class Setup:
                 await self._copy(node, path, source, wanted)
 
         await self._each(nodes, copy)
+
+    def _refuse_missing(self, path: str) -> None:
+        """Say that nobody has the model; of hosts that did not answer nothing is known."""
+        hint = f"here: hf download ORGANISATION/NAME --local-dir {path}"
+        if not self._failed:
+            raise HostError(f"{path} is neither here nor on any host", hint=hint)
+        told = f"{path} is neither here nor on any host that answers"
+        self._failed |= {
+            node.name: HostError(f"{node.name}: {told}", hint=hint)
+            for node in self._chosen(self._models)
+            if node.name not in self._failed
+        }
 
     async def _source(self, path: str) -> tuple[str, FileSource] | None:
         """The controller's directory, or else the first host's that has it, in recipe order."""

@@ -33,6 +33,13 @@ def test_every_finding_is_told_with_why_and_what_mends_it_the_worst_first():
     assert "1 checks fine, 1 warnings, 1 that stop a run (2.0 s)" in text
 
 
+def test_what_was_not_looked_at_is_neither_fine_nor_named_below():
+    text = shown([Finding("gpus", ALL, "unknown", "not looked at on gpu-02")])
+    assert text.splitlines()[0].split(maxsplit=2) == ["?", "gpus", "not looked at on gpu-02"]
+    assert "0 checks fine, 1 not made on all hosts, 0 warnings" in text
+    assert text.count("gpu-02") == 1
+
+
 def test_it_fits_eighty_columns():
     assert max(map(len, shown(FINDINGS).splitlines())) <= 80
 

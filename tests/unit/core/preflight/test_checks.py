@@ -156,6 +156,14 @@ def test_a_run_makes_the_quick_checks_only():
     assert not slow & {one.check for one in examine(case(), quick=True)}
 
 
+def test_what_a_silent_host_may_have_is_not_told_as_fine():
+    reports = {"gpu-01": case().hosts["gpu-01"], "gpu-02": HostReport(error="no route")}
+    found = {one.check: one for one in examine(case(hosts=reports), quick=True)}
+    assert found.pop("reach").severity == "stops"
+    assert [one for one in found.values() if one.severity != "unknown"] == []
+    assert found["driver"].what == "fine on the others, not looked at on gpu-02"
+
+
 def test_every_finding_says_why_and_what_to_type():
     broken = replace(
         FIRST,

@@ -91,6 +91,21 @@ def test_the_table_fits_80_columns_and_a_terminal_obeys_nothing_in_it(capsys) ->
     assert "not ours, on n1: 400 MiB by bob, pid 9" in shown
 
 
+def test_of_a_host_that_did_not_answer_nothing_is_claimed(capsys) -> None:
+    from rich.console import Console
+
+    free = {"node": "n1", "told": {"processes": [], "leases": {}, "others": []}}
+    console = Console(width=80, force_terminal=False)
+    console.print(owned_view([free]))
+    console.print(owned_view([free, {"node": "n2", "told": None}]))
+    console.print(owned_view([{"node": "n2", "told": None}]))
+    assert capsys.readouterr().out.split("\n")[:3] == [
+        "no run owns anything on these hosts",
+        "no run owns anything on the hosts that answered",
+        "",
+    ]
+
+
 def test_hosts_must_be_named() -> None:
     with pytest.raises(RecipeError, match="whose hosts"):
         targets(None, [])
