@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 from libra_cli.config.recipe import ModelSpec, Recipe
 from libra_cli.core.costs.observed import UNCHECKED_GIB, ObservedCosts
 from libra_cli.core.costs.profile import Profile, ProfileError, passes_of
@@ -30,10 +30,8 @@ OWN_PRICES = "this run"
 """The origin of prices that a run itself has shown."""
 
 
-class PricesError(LibraError):
+class PricesError(InputError):
     """No profile has prices for the model on these hosts, so nothing can be planned."""
-
-    exit_code = 2
 
 
 def profile_of_recipe(recipe: Recipe, path: Path, profile: str | None) -> Profile:

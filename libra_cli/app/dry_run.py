@@ -10,7 +10,7 @@ from typing import Any
 
 from libra_cli.app.idle_servers import PlannedRun
 from libra_cli.app.resume import begin_with
-from libra_cli.config.errors import LibraError, RecipeError
+from libra_cli.config.errors import InputError, LibraError, RecipeError
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.config.speculative import SpeculativeSpec
 from libra_cli.core.costs.architecture import architecture_of, published
@@ -130,16 +130,16 @@ def _check_model(file: Path, degrees: Set[int], *, quantized: bool, images: bool
     except (OSError, ValueError):
         return
     if refused := refused_family(config, images=images):
-        raise LibraError(f"{file.parent} cannot be trained: {refused.why}", hint=refused.instead)
+        raise InputError(f"{file.parent} cannot be trained: {refused.why}", hint=refused.instead)
     if quantized and (reason := refused_quantization(config)):
-        raise LibraError(
+        raise InputError(
             f"rollout.quantization is not for {file.parent}: {reason}",
             hint="leave out rollout.quantization",
         )
     for degree in sorted(degrees):
         if reason := refused_degree(config, degree):
             allowed = ", ".join(map(str, allowed_degrees(config)))
-            raise LibraError(
+            raise InputError(
                 f"vLLM cannot divide {file.parent} among the {degree} GPUs of a server: {reason}",
                 hint=f"rollout.buckets[].tensor_parallel: one of {allowed}",
             )
@@ -155,7 +155,7 @@ def _check_drafts(
     serving = [node for node in nodes if {*node.slot_pools} - {"train"}]
     on_cpus = any(not node.gpus for node in serving)
     if reason := refused_drafts(speculative, policy, head, on_cpus=on_cpus):
-        raise LibraError(
+        raise InputError(
             f"rollout.speculative.method: {speculative.method} is not for {file.parent}: {reason}",
             hint="rollout: {speculative: null}, or {method: ngram}",
         )
@@ -175,7 +175,7 @@ def _check_routes(file: Path) -> None:
     except (OSError, ValueError):
         return
     if reason:
-        raise LibraError(
+        raise InputError(
             f"training.rollout_routes is not for {file.parent}: {reason}",
             hint="training: {rollout_routes: false}",
         )

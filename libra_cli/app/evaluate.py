@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli import __version__
-from libra_cli.config.errors import LibraError, RecipeError, StateError
+from libra_cli.config.errors import LibraError, RecipeError, StoppedByUser, WrongRun
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
 from libra_cli.core.json_form import json_form
@@ -48,7 +48,7 @@ def evaluate(
 
     Raises:
         RecipeError: the recipe has a problem, or no evaluation.
-        StateError: there is no such model.
+        WrongRun: there is no such model.
         LibraError: a host or a server failed, or it was stopped.
     """
     recipe = load_recipe(recipe_path)
@@ -80,18 +80,18 @@ def model_of(target: Path, step: int | None) -> Path:
     """The directory of the model: the one named, or of a run the best that it has made.
 
     Raises:
-        StateError: there is none, or it is an adapter.
+        WrongRun: there is none, or it is an adapter.
     """
     if not (target / DATABASE).is_file():
         model = target.expanduser().absolute()
         if not model.is_dir():
-            raise StateError(f"{target} is no directory", hint="libra export RUN_DIR makes a model")
+            raise WrongRun(f"{target} is no directory", hint="libra export RUN_DIR makes a model")
         return _whole(model)
     with Reader(target) as reader:
         made = [row for row in reader.exports() if step in (None, row.step)]
     if not made:
         which = "" if step is None else f" --step {step}"
-        raise StateError(
+        raise WrongRun(
             f"{target} has made no model{'' if step is None else f' of step {step}'}",
             hint=f"libra export {target}{which}",
         )
@@ -103,9 +103,9 @@ def _worth(made: ExportRecord) -> tuple[float, int]:
 
 
 def _whole(model: Path) -> Path:
-    """Return the directory; raises StateError if it is here and holds an adapter alone."""
+    """Return the directory; raises WrongRun if it is here and holds an adapter alone."""
     if (model / "adapter_config.json").exists() and not (model / "config.json").exists():
-        raise StateError(
+        raise WrongRun(
             f"{model} is an adapter, and servers are started with whole models",
             hint="libra export RUN_DIR --merge",
         )
@@ -130,4 +130,4 @@ async def _played(
         try:
             return await StandaloneEvaluation(recipe, work, told=told, note=note).run()
         except asyncio.CancelledError:
-            raise LibraError("stopped; nothing was written") from None
+            raise StoppedByUser("stopped; nothing was written") from None

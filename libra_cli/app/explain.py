@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, get_args
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 from libra_cli.config.on_resume import mark_of, sections_of
 from libra_cli.config.only_with import condition_of
 from libra_cli.config.other_names.names import OTHER_NAMES
@@ -74,7 +74,7 @@ def explain(key: str, pages: Mapping[str, str]) -> list[KeyMeaning]:
     only few end with it.
 
     Raises:
-        LibraError: there is no such key; the hint names those that look like it.
+        InputError: there is no such key; the hint names those that look like it.
     """
     known = {**status_keys(pages.get("status", "")), **recipe_keys()}
     wanted = re.sub(r"\[\d*\]", "", key).strip(".")
@@ -92,7 +92,7 @@ def _found(kind: str, wanted: str, known: Mapping[str, KeyMeaning]) -> list[str]
     return [whole] if whole in known else ends
 
 
-def _unknown(key: str, known: Sequence[str]) -> LibraError:
+def _unknown(key: str, known: Sequence[str]) -> InputError:
     near = difflib.get_close_matches(key, known, n=4, cutoff=0.5)
     last = key.rpartition(".")[2]
     if last in OTHER_NAMES:
@@ -100,7 +100,7 @@ def _unknown(key: str, known: Sequence[str]) -> LibraError:
     near += [one for one in known if last in one and one not in near][: 4 - len(near)]
     listed = "libra explain lists the sections of a recipe"
     hint = f"did you mean {', '.join(near)}? {listed}" if near else listed
-    return LibraError(f"neither a recipe nor libra status --json has a key {key!r}", hint=hint)
+    return InputError(f"neither a recipe nor libra status --json has a key {key!r}", hint=hint)
 
 
 # -- the recipe ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_cli.config.errors import HostError, LibraError, StateError
+from libra_cli.config.errors import HostError, LibraError, WrongRun
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.records import ExportRecord
@@ -48,7 +48,7 @@ def export(run_dir: Path | None, order: ExportOrder, note: Callable[[str], None]
     """``libra export``: make the model on a host that trained it; with ``to``, copy it here.
 
     Raises:
-        StateError: no such run, or no such checkpoint; the message names those there are.
+        WrongRun: no such run, or no such checkpoint; the message names those there are.
         LibraError: a host that is needed does not answer, or the model cannot be made.
     """
     return asyncio.run(_export(run_dir or newest_run(), order, note))
@@ -56,10 +56,10 @@ def export(run_dir: Path | None, order: ExportOrder, note: Callable[[str], None]
 
 async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]) -> ExportRecord:
     if order.to is not None and order.to.exists() and any(order.to.iterdir()):
-        raise StateError(f"{order.to} is not empty", hint="name a directory that is not there yet")
+        raise WrongRun(f"{order.to} is not empty", hint="name a directory that is not there yet")
     recipe = recipe_of(run_dir)
     if order.merge and recipe.training.lora is None:
-        raise StateError(
+        raise WrongRun(
             f"{run_dir} trained the whole model: there is no adapter to merge",
             hint="leave out --merge",
         )
@@ -121,7 +121,7 @@ async def _reach(
 
 def _chosen(found: list[FoundCheckpoint], order: ExportOrder, run_dir: Path) -> FoundCheckpoint:
     if not found:
-        raise StateError(
+        raise WrongRun(
             f"no host has a checkpoint of {run_dir}",
             hint="checkpoints are in workdir of the hosts that train: is it still there?",
         )
@@ -130,7 +130,7 @@ def _chosen(found: list[FoundCheckpoint], order: ExportOrder, run_dir: Path) -> 
     of_step = [one for one in found if order.step in (None, one.step)]
     if not of_step:
         steps = ", ".join(str(one.step) for one in found)
-        raise StateError(
+        raise WrongRun(
             f"there is no checkpoint of step {order.step}: there are {steps}",
             hint=f"libra export {run_dir} --step {found[-1].step}",
         )

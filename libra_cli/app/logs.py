@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import WrongRun
 from libra_cli.config.secrets import masker, secrets_in
 from libra_cli.config.text import printable
 from libra_cli.runtime.hosts.cluster import transport_to
@@ -22,7 +22,7 @@ async def logs(
     What looks like a secret is masked, as in what is collected for others: logs are shown, too.
 
     Raises:
-        StateError: no such run, node or process.
+        WrongRun: no such run, node or process.
         HostError: the host cannot be reached.
     """
     where = run_dir or newest_run()
@@ -31,7 +31,7 @@ async def logs(
     chosen = [row for row in rows if process in (None, row.process)]
     if not chosen:
         known = ", ".join(sorted({row.process for row in rows})) or "none"
-        raise StateError(
+        raise WrongRun(
             f"{where} has no process {process or ''} on {node!r} (there: {known})",
             hint=f"libra status {where} lists the nodes",
         )

@@ -6,7 +6,7 @@ import difflib
 import re
 from importlib.resources import files
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 
 
 def pages() -> dict[str, str]:
@@ -41,11 +41,11 @@ def page_of(topic: str) -> str:
     """Return the page of a topic.
 
     Raises:
-        LibraError: there is no such page; the hint names the nearest topic.
+        InputError: there is no such page; the hint names the nearest topic.
     """
     known = pages()
     if topic in known:
         return known[topic]
     near = difflib.get_close_matches(topic, known, n=1, cutoff=0.4)
     hint = f"did you mean libra help {near[0]}?" if near else "libra help lists the topics"
-    raise LibraError(f"libra help has no page {topic!r}", hint=hint)
+    raise InputError(f"libra help has no page {topic!r}", hint=hint)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from libra_cli.app.first_plan import explained_first_plan
 from libra_cli.config.environment import EnvironmentSpec
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import StateError, WrongRun
 from libra_cli.config.frozen_models import FrozenModelSpec
 from libra_cli.config.on_resume import changes
 from libra_cli.config.recipe import NodeSpec, Recipe
@@ -45,11 +45,11 @@ def refuse_while_alive(run_dir: Path) -> None:
     """Two controllers of one run would be one too many.
 
     Raises:
-        StateError: the run has one, or cannot be read.
+        WrongRun: the run has one, or cannot be read.
     """
     with Reader(run_dir) as reader:
         if reader.run().state in LIVE and controller_alive(reader):
-            raise StateError(
+            raise WrongRun(
                 f"{run_dir} is still running", hint=f"libra stop {run_dir}, then try again"
             )
 
@@ -74,14 +74,14 @@ def last_checkpoint(run_dir: Path) -> LastCheckpoint:
     """Return what the run's own records say of its checkpoints.
 
     Raises:
-        StateError: there can be none.
+        WrongRun: there can be none.
     """
     with Reader(run_dir) as reader:
         steps = reader.steps()
         incarnations = [version.trainer_incarnation for version in reader.versions()]
         records = records_in_order(reader)
     if not steps:
-        raise StateError(
+        raise WrongRun(
             f"{run_dir} has no checkpoint to go on from", hint="start it anew: libra run RECIPE"
         )
     saved = tuple(checkpoint_name(step.checkpoint) for step in steps if step.checkpoint)
@@ -92,7 +92,7 @@ def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
     """Return the row of a run that goes on, which keeps what the run has reached.
 
     Raises:
-        StateError: a key is another than it was that must not be, or the tasks are others.
+        WrongRun: a key is another than it was that must not be, or the tasks are others.
     """
     before = recipe_of(run_dir)
     found = changes(_comparable(before), _comparable(recipe))
@@ -101,7 +101,7 @@ def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
     refused = refused or changed_tasks(recipe, run_dir)
     if refused:
         seed = f" --seed {before.run.seed}" if before.run.seed != recipe.run.seed else ""
-        raise StateError(
+        raise WrongRun(
             "\n".join([f"{run_dir} cannot go on with this recipe:", *refused]),
             hint=f"as it was, it is in {run_dir / RECIPE}: libra run RECIPE --resume "
             f"{run_dir}{seed}; or begin a new run: libra run RECIPE",

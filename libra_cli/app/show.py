@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.errors import LibraError, WrongRun
 from libra_cli.config.recipe import Recipe
 from libra_cli.report.trajectories.choice import (
     PlayedTrajectory,
@@ -51,7 +51,7 @@ def show(order: ShowOrder) -> StepTable | PlayedConversation:
     """What the order asks for.
 
     Raises:
-        StateError: there is no such run, step or trajectory, or not what tokens are to be coloured
+        WrongRun: there is no such run, step or trajectory, or not what tokens are to be coloured
             by.
     """
     run_dir = order.run_dir or newest_run()
@@ -64,7 +64,7 @@ def show(order: ShowOrder) -> StepTable | PlayedConversation:
             _refuse_equals(order.ranking, run_dir, step, played)
             return _colored(reader, first_by(order.ranking, played), order.color)
     if order.color:
-        raise StateError(
+        raise WrongRun(
             f"--color {order.color} is for the tokens of one trajectory",
             hint=f"libra show {run_dir} --worst --color {order.color}",
         )
@@ -80,7 +80,7 @@ def _refuse_equals(
     reward = played[0].row.reward
     value = "no reward" if reward is None else f"the same reward, {reward:g}"
     at = "" if step is None else f" --step {step}"
-    raise StateError(
+    raise WrongRun(
         f"all {len(played)} trajectories {which} have {value}: none is the {ranking}",
         hint=f"libra show {run_dir}{at} lists them; with --longest it shows the longest of them",
     )
@@ -95,13 +95,13 @@ def _colored(reader: Reader, played: PlayedTrajectory, color: str) -> PlayedConv
 def _refuse_unknown(color: str, told: PlayedConversation) -> None:
     branches = told.tokens
     if color == "ratio" and branches and not any(branch.log_ratios for branch in branches):
-        raise StateError(_why_no_ratio(told), hint=_KNOWN)
+        raise WrongRun(_why_no_ratio(told), hint=_KNOWN)
     known = {
         "advantage": any(branch.advantages for branch in branches),
         "logprob": any(branch.logprobs for branch in branches),
     }
     if branches and not known.get(color, True):
-        raise StateError(
+        raise WrongRun(
             f"nothing was kept of this trajectory to colour its tokens by {color}",
             hint=f"{_KNOWN}; an older libra kept no more, and advantages are known once a step has "
             "trained it",

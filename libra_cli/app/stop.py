@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.errors import LibraError, StateError, WrongRun
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.records import RunRecord
 from libra_cli.core.types import Seconds
@@ -34,13 +34,14 @@ def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[s
         What could not be proved gone; empty when nothing is left.
 
     Raises:
-        StateError: no such run, or the controller does not come to an end.
+        WrongRun: there is no such run, or its controller is on another machine.
+        StateError: the controller does not come to an end.
     """
     with Reader(run_dir) as reader:
         row, alive = reader.run(), controller_alive(reader)
         home, here = str(reader.meta.get("host")), controller_is_here(reader)
     if alive and not here:
-        raise StateError(
+        raise WrongRun(
             f"{run_dir} was started on {home}, and only there its controller can be told to stop",
             hint=f"on {home}: libra stop {run_dir}",
         )
@@ -67,11 +68,11 @@ def run_to_stop() -> RunToStop:
     """Return the newest run under ``runs/`` that is running.
 
     Raises:
-        StateError: none is.
+        WrongRun: none is.
     """
     running = running_runs()
     if not running:
-        raise StateError(
+        raise WrongRun(
             f"no run under {RUNS} is running",
             hint="libra stop RUN_DIR also clears the hosts of one whose controller is gone",
         )

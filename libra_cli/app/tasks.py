@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_cli.config.environment import EnvironmentSpec
-from libra_cli.config.errors import EnvironmentBroken, LibraError, RecipeError
+from libra_cli.config.errors import EnvironmentBroken, InputError, LibraError, RecipeError
 from libra_cli.envs import registry
 from libra_cli.envs.harbor.environment import Harbor
 from libra_cli.runtime.episodes.places import sandbox_of
@@ -58,7 +58,7 @@ def tasks_of(target: Path, base: str | None) -> TaskCheck:
     """Return the tasks of a directory, or of the environments of a recipe that plays tasks.
 
     Raises:
-        LibraError: there are none, or they cannot be read.
+        InputError: there are none, or they cannot be read.
     """
     spec = _spec_of(target, base)
     make = registry.maker(
@@ -66,7 +66,7 @@ def tasks_of(target: Path, base: str | None) -> TaskCheck:
     )
     environment = make()
     if not isinstance(environment, Harbor):
-        raise LibraError(f"environment {spec.name!r} is none of Harbor's tasks")
+        raise InputError(f"environment {spec.name!r} is none of Harbor's tasks")
     found = environment.tasks_played
     refused = {name: f"{why.where}: {why.reason}" for name, why in found.refused.items()}
     notes = [note for task in found.playable.values() for note in task.notes]

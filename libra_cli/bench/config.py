@@ -10,7 +10,7 @@ from typing import TypeAlias, cast, get_args
 from libra_cli.bench.conditions import MAX_LEN, NETWORK, STALENESS, Conditions
 from libra_cli.bench.contenders import ABLATIONS, POLICIES
 from libra_cli.bench.jobs import Job, longest_of, playable
-from libra_cli.config.errors import LibraError, did_you_mean
+from libra_cli.config.errors import InputError, did_you_mean
 from libra_cli.config.rollout import Shapes
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.planning.baselines import PLANNERS
@@ -40,10 +40,8 @@ Progress: TypeAlias = Callable[[str], None]
 """A function that is told in a few words what is being done."""
 
 
-class BenchError(LibraError):
+class BenchError(InputError):
     """An argument of ``libra bench`` that means nothing."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra_cli.cli.terminal import err, errors_told, out
+from libra_cli.config.errors import ExitCode
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from libra_cli.core.preflight.findings import Finding
 
-HOST_PROBLEM = 3
 RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file.")]
 
 
@@ -45,7 +45,7 @@ def doctor(
                 err.print(line, markup=False, highlight=False)
             found = _examined(recipe, as_json=as_json) if told else found
         if stopping(found):
-            raise typer.Exit(HOST_PROBLEM)
+            raise typer.Exit(ExitCode.HOST_PROBLEM)
 
 
 def _examined(recipe: Path, *, as_json: bool) -> list[Finding]:
@@ -88,7 +88,7 @@ def setup(
                 if result.hint:
                     err.print(f"next: {result.hint}", markup=False, highlight=False)
         if any(result.error for result in results):
-            raise typer.Exit(HOST_PROBLEM)
+            raise typer.Exit(ExitCode.HOST_PROBLEM)
         out.print(f"next: libra doctor {recipe}", markup=False, highlight=False)
 
 

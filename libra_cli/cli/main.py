@@ -1,8 +1,4 @@
-"""The ``libra`` command. With the rest of this folder, all that prints or picks an exit code.
-
-Exit codes: 0 done, 1 the run failed, 2 a wrong recipe or argument, 3 a host problem, 4 stopped by
-the user.
-"""
+"""The ``libra`` command. With the rest of this folder, all that prints or exits with a code."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ from libra_cli.cli.show import show
 from libra_cli.cli.tasks import tasks
 from libra_cli.cli.terminal import err, errors_told, out
 from libra_cli.cli.tinker import tinker
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import ExitCode, WrongRun
 
 if TYPE_CHECKING:
     from libra_cli.app.stop import RunToStop
@@ -160,7 +156,7 @@ def rebalance(
             )
             (out if accepted else err).print(text, markup=False, highlight=False)
             if not accepted:
-                raise typer.Exit(2)
+                raise typer.Exit(ExitCode.WRONG_INPUT)
             return
         told = commands.explain(target, trace=trace, profile=profile)
         if as_json:
@@ -286,7 +282,7 @@ def stop(
     for line in left:
         err.print(f"not proved gone: {line}", style="red", markup=False, soft_wrap=True)
     if left:
-        raise typer.Exit(3)
+        raise typer.Exit(ExitCode.HOST_PROBLEM)
     out.print("nothing of this run is left on any host", highlight=False)
 
 
@@ -297,7 +293,7 @@ def _can_be_asked() -> bool:
 def _agreed_on(found: RunToStop) -> Path:
     """Return the run if the user says yes; exits if not, or if there is nobody to ask."""
     if not _can_be_asked():
-        raise StateError(
+        raise WrongRun(
             f"{found.run_dir} is the newest run that is running; no terminal to ask you on",
             hint=f"libra stop {found.run_dir}",
         )

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra_cli.cli.terminal import err, errors_told, out
+from libra_cli.config.errors import ExitCode
 
 if TYPE_CHECKING:
     from libra_cli.app.operations import HostAnswer
 
-HOST_PROBLEM = 3
 Target = Annotated[
     Path | None, typer.Argument(metavar="RECIPE | RUN_DIR", help="Whose hosts are asked.")
 ]
@@ -78,4 +78,4 @@ def _refuse_silence(answers: Sequence[HostAnswer]) -> None:
         if one.hint:
             err.print(f"next: {one.hint}", markup=False, highlight=False, soft_wrap=True)
     if silent:
-        raise typer.Exit(HOST_PROBLEM)
+        raise typer.Exit(ExitCode.HOST_PROBLEM)

@@ -11,14 +11,13 @@ import typer
 
 from libra_cli.cli.completion import RunDir
 from libra_cli.cli.terminal import PrintingConsole, err, errors_told, out
+from libra_cli.config.errors import ExitCode
 
 if TYPE_CHECKING:
     from libra_cli.app.dry_run import DryRun
     from libra_cli.config.recipe import Recipe
     from libra_cli.core.launch.process import ProcessSpec
     from libra_cli.core.preflight.dry_run import HostPlan
-
-STOPPED = 4
 
 
 def run(
@@ -121,7 +120,7 @@ def _print_end(run_dir: Path, recipe: Path | None, report: Path | None) -> None:
     again = f" --resume {run_dir}" if goes_on else ""
     path = recipe or told.run.recipe
     out.print(f"go on with: libra run {path}{again}", highlight=False, soft_wrap=True)
-    raise typer.Exit(STOPPED if state == "stopped" else 1)
+    raise typer.Exit(ExitCode.STOPPED if state == "stopped" else ExitCode.FAILED)
 
 
 def _detach(run_dir: Path, arguments: list[str]) -> None:
@@ -138,7 +137,9 @@ def _detach(run_dir: Path, arguments: list[str]) -> None:
         status = None
     if status is not None:
         err.print(detached.said().rstrip(), markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(status if status >= 0 else 1)  # a short run may be over already
+        raise typer.Exit(
+            status if status >= 0 else ExitCode.FAILED
+        )  # a short run may be over already
     _print_goes_on(run_dir)
 
 

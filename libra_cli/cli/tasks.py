@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra_cli.cli.terminal import err, errors_told, out
+from libra_cli.config.errors import ExitCode
 
 if TYPE_CHECKING:
     from libra_cli.app.tasks import CheckedTask, TaskCheck
@@ -62,7 +63,7 @@ def check(
                     _tell(one)
     _sum_up(found, refused=len(checked.refused))
     if checked.refused or not all(one.sound for one in found):
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _tell_beforehand(checked: TaskCheck) -> None:

@@ -1,19 +1,22 @@
 """The exceptions that libra raises on purpose.
 
     LibraError                 the base; has .exit_code and a .hint (the next thing to type)
-      RecipeError              the recipe is wrong; lists all problems as file:line: key: reason
+      InputError               what a command was given is wrong, and nothing was begun
+        RecipeError            the recipe; lists all problems as file:line: key: reason
+        PluginError            a backend, policy, loss or monitor cannot be found or loaded
+          EnvironmentBroken    an environment cannot be found, loaded or used
+            SandboxBroken      a sandbox cannot be opened, or has ended
+        WrongRun               a directory is no run, or has not what is asked of it
       HostError                a host cannot be reached, trusted or used
         HostKeyError           a host's key is unknown or has changed
         HostLost               the connection to a host dropped and did not come back in time
+      StoppedByUser            the user has ended a command before it had a result
       ProcessError             a process on a host did not start, or died
       ServerError              a vLLM server refused, failed or is another than expected
       TrainerError             the trainer refused a step, failed or has the wrong world
       WeightsError             a weight version is incomplete, damaged or does not verify
-      PluginError              a backend, policy, loss or monitor cannot be found or loaded
-        EnvironmentBroken      an environment cannot be found, loaded or used
-          SandboxBroken        a sandbox cannot be opened, or has ended
       AgentFailed              an agent could not be run, failed or was silent for too long
-      StateError               a run directory is missing, damaged or of another version
+      StateError               files of a run cannot be read or written; WrongRun is one, too
     IllegalMove                a bug in libra: a state machine was given a forbidden transition
 
 Catch ``LibraError`` for anything a user can act on::
@@ -23,21 +26,31 @@ Catch ``LibraError`` for anything a user can act on::
     except LibraError as error:
         print(error, error.hint)
 
-Exit codes (``libra help commands``): 0 finished, 1 a failed run, 2 a wrong recipe or argument,
-3 a host problem, 4 stopped by the user.
+A class of errors has the exit code of its base: an ``ExitCode`` is given to classes here alone.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from enum import IntEnum
 from typing import Any
+
+
+class ExitCode(IntEnum):
+    """What the exit code of a command says; the page ``commands`` of help tells of each."""
+
+    FINISHED = 0
+    FAILED = 1
+    WRONG_INPUT = 2
+    HOST_PROBLEM = 3
+    STOPPED = 4
 
 
 class LibraError(Exception):
     """Something a user can act on. ``hint`` is the next thing to type, if there is one."""
 
-    exit_code = 1
+    exit_code = ExitCode.FAILED
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -56,16 +69,20 @@ def _as_it_was(
     return error
 
 
-class RecipeError(LibraError):
-    """The recipe is wrong. The message has a line for each problem: ``file:line: key: reason``."""
+class InputError(LibraError):
+    """What a command was given is wrong: an argument, a file or its place; nothing was begun."""
 
-    exit_code = 2
+    exit_code = ExitCode.WRONG_INPUT
+
+
+class RecipeError(InputError):
+    """The recipe is wrong. The message has a line for each problem: ``file:line: key: reason``."""
 
 
 class HostError(LibraError):
     """A host cannot be reached, trusted or used."""
 
-    exit_code = 3
+    exit_code = ExitCode.HOST_PROBLEM
 
 
 class HostKeyError(HostError):
@@ -74,6 +91,12 @@ class HostKeyError(HostError):
 
 class HostLost(HostError):
     """The connection to a host dropped, and did not come back in time."""
+
+
+class StoppedByUser(LibraError):
+    """The user has ended a command before it had a result."""
+
+    exit_code = ExitCode.STOPPED
 
 
 class ProcessError(LibraError):
@@ -96,10 +119,8 @@ class WeightsError(LibraError):
     """A weight version is incomplete or damaged, or a server does not compute with it."""
 
 
-class PluginError(LibraError):
+class PluginError(InputError):
     """A backend, policy, loss or monitor that a recipe names cannot be found or loaded."""
-
-    exit_code = 2
 
 
 class EnvironmentBroken(PluginError):
@@ -115,7 +136,11 @@ class AgentFailed(LibraError):
 
 
 class StateError(LibraError):
-    """A run directory is missing, damaged or of another version of libra."""
+    """Files of a run cannot be read or written."""
+
+
+class WrongRun(InputError, StateError):
+    """A directory is no run that this libra can read, or has not what a command asks of it."""
 
 
 class IllegalMove(Exception):

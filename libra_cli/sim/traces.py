@@ -26,7 +26,7 @@ from pathlib import Path
 from random import Random
 from typing import IO, Any, NoReturn
 
-from libra_cli.config.errors import LibraError, did_you_mean
+from libra_cli.config.errors import InputError, did_you_mean
 from libra_cli.core.types import Seconds, Tokens, ToolOutcome
 from libra_cli.core.workload import TrajectorySample
 
@@ -41,10 +41,8 @@ TOLD = 3
 """Reasons that are told of the lines left out."""
 
 
-class TraceError(LibraError):
+class TraceError(InputError):
     """A trace that cannot be read, or none of its lines; says file and line."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)

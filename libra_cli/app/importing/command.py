@@ -13,7 +13,7 @@ from libra_cli.app.importing.recognition import table_of, trainer_of
 from libra_cli.app.importing.shell import COMPUTED
 from libra_cli.app.importing.translation import translate
 from libra_cli.app.importing.writing import recipe_text
-from libra_cli.config.errors import LibraError, RecipeError
+from libra_cli.config.errors import InputError, RecipeError
 from libra_cli.config.other_names.rule import Given, LeftOut, Table, Why
 from libra_cli.runtime.recipes.loader import load_recipe
 
@@ -49,11 +49,11 @@ def import_recipe(order: ImportOrder) -> Imported:
     """Make a recipe of files of TRL, verl or prime-rl, and write it where that is asked.
 
     Raises:
-        LibraError: a file cannot be read, is of no trainer or algorithm that is known, or there is
+        InputError: a file cannot be read, is of no trainer or algorithm that is known, or there is
             a recipe already.
     """
     if order.output is not None and order.output.exists() and not order.force:
-        raise LibraError(
+        raise InputError(
             f"{order.output} is there already",
             hint=f"libra import --force -o {order.output} ..., which replaces it",
         )
@@ -65,7 +65,7 @@ def import_recipe(order: ImportOrder) -> Imported:
     known = {key: value for key, value in values.items() if not _is_computed(value)}
     made = translate(table, Given(table.trainer, known, table.defaults))
     if not made.translated:
-        raise LibraError(
+        raise InputError(
             f"{order.files[0]}: has no value that libra can read for a key that it knows",
             hint="libra help migration says which files libra import reads",
         )
@@ -105,7 +105,7 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise LibraError(f"{path}: {error.strerror}") from error
+        raise InputError(f"{path}: {error.strerror}") from error
 
 
 def _problems(text: str, output: Path | None) -> str:

@@ -21,7 +21,7 @@ import yaml
 
 from libra_cli.app.importing.script import settings_of
 from libra_cli.app.importing.shell import COMPUTED, assigned_in_branches, commands
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 
 _NUMBER = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$")
 _REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}$")
@@ -49,19 +49,19 @@ def read(path: Path) -> Source:
     """Read the settings in a file.
 
     Raises:
-        LibraError: it cannot be read, or there are no settings in it.
+        InputError: it cannot be read, or there are no settings in it.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise LibraError(f"{path}: cannot be read: {error}", hint=_HINT) from error
+        raise InputError(f"{path}: cannot be read: {error}", hint=_HINT) from error
     kind = path.suffix.lower()
     try:
         source = _read(path, text, kind)
     except (ValueError, SyntaxError, yaml.YAMLError) as error:
-        raise LibraError(f"{path}: is no {kind or 'text'} file: {error}", hint=_HINT) from error
+        raise InputError(f"{path}: is no {kind or 'text'} file: {error}", hint=_HINT) from error
     if not source.values:
-        raise LibraError(f"{path}: gives no settings to TRL, verl or prime-rl", hint=_HINT)
+        raise InputError(f"{path}: gives no settings to TRL, verl or prime-rl", hint=_HINT)
     return source
 
 

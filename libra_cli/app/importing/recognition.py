@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from libra_cli.app.importing.reading import Source
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 from libra_cli.config.other_names import prime_rl, trl, verl
 from libra_cli.config.other_names.rule import Table
 
@@ -35,7 +35,7 @@ def trainer_of(source: Source) -> str:
     """Return whose settings a file has: trl, verl or prime-rl.
 
     Raises:
-        LibraError: they are nobody's that libra import knows.
+        InputError: they are nobody's that libra import knows.
     """
     keys = list(source.values)
     if any(key.startswith("actor_rollout_ref.") for key in keys):
@@ -46,7 +46,7 @@ def trainer_of(source: Source) -> str:
     known = {key for rule in rules for key in rule.theirs}
     if any(key in known for key in keys):
         return "trl"
-    raise LibraError(
+    raise InputError(
         f"{source.path}: its keys ({', '.join(keys[:4])}) are not those of TRL's, verl's or "
         "prime-rl's reinforcement learning",
         hint=f"libra import --from {'|'.join(TRAINERS)} {source.path}",
@@ -59,7 +59,7 @@ def table_of(trainer: str, sources: Sequence[Source]) -> tuple[Table, dict[str, 
     Of a key that several files have, the last one counts.
 
     Raises:
-        LibraError: they are of an algorithm that libra has not.
+        InputError: they are of an algorithm that libra has not.
     """
     if trainer == "verl":
         return _of_verl(sources)
@@ -81,14 +81,14 @@ def _kind(sources: Sequence[Source], values: Mapping[str, Any]) -> str:
         if named in _TABLES:
             return named
         if named and not (played and words is places):
-            raise LibraError(
+            raise InputError(
                 f"{sources[0].path}: is of TRL's {named}: libra trains by GRPO and RLOO, and by "
                 "conversations (SFT)",
                 hint="libra help losses",
             )
     if played or any(key in values for key in _IMITATED):
         return "grpo" if played else "sft"
-    raise LibraError(
+    raise InputError(
         f"{sources[0].path}: names nothing that tells GRPO ({', '.join(_PLAYED[:2])}) from SFT "
         f"({', '.join(_IMITATED[:2])})",
         hint=f"cp {sources[0].path} grpo.yaml; libra import grpo.yaml",
@@ -114,7 +114,7 @@ def _of_verl(sources: Sequence[Source]) -> tuple[Table, dict[str, Any]]:
     for source in sources:
         values |= source.values
     if not any(key.startswith(_VERL_TRAINS) for key in values):
-        raise LibraError(
+        raise InputError(
             f"{sources[0].path}: is none of verl's reinforcement learning (actor_rollout_ref)",
             hint="libra help demonstrations, for supervised training",
         )
@@ -133,7 +133,7 @@ def _of_prime_rl(sources: Sequence[Source]) -> tuple[Table, dict[str, Any]]:
     plays = tuple(f"orchestrator.{key}" for key in _PRIME_PLAYS)
     is_played = any(key.startswith(plays) for key in values)
     if not is_played and "data.name" not in values and "data.seq_len" not in values:
-        raise LibraError(
+        raise InputError(
             f"{sources[0].path}: has neither an orchestrator, of rl, nor data, of sft",
             hint="give libra import all files of the run: libra import rl.toml; or "
             "libra import orch.toml train.toml infer.toml",

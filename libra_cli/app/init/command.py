@@ -29,7 +29,7 @@ from libra_cli.app.init.choices import (
     nodes_for,
     sizes_for,
 )
-from libra_cli.config.errors import HostError, LibraError, RecipeError
+from libra_cli.config.errors import HostError, InputError, LibraError, RecipeError
 from libra_cli.config.host_ranges import expand_range
 from libra_cli.config.recipe import LOCAL, NodeSpec, Recipe
 from libra_cli.envs.registry import installed_environments
@@ -69,11 +69,11 @@ def init(order: InitOrder) -> InitResult:
     """Write a recipe that passes ``libra run --dry-run``.
 
     Raises:
-        LibraError: there is such a file, no host answers, or nothing that is there can train the
+        InputError: there is such a file, no host answers, or nothing that is there can train the
             model.
     """
     if order.recipe.exists() and not order.force:
-        raise LibraError(
+        raise InputError(
             f"{order.recipe} is there already",
             hint=f"libra run --dry-run {order.recipe}; or libra init --force, which replaces it",
         )
@@ -93,7 +93,7 @@ def _absolute(model: str | None) -> str | None:
     here = Path(model).absolute()
     if here.is_dir():
         return str(here)
-    raise LibraError(
+    raise InputError(
         f"{model} is no directory here, and no absolute path on the hosts",
         hint=f"hf download {model} --local-dir /models/{here.name}",
     )
@@ -135,7 +135,7 @@ def _model(path: str, found: Sequence[FoundHost], copy: Path) -> FoundModel:
         config = json.loads((copy / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         where = ", ".join(one.node.name for one in found if not one.error)
-        raise LibraError(
+        raise InputError(
             f"{path}/config.json is on none of {where}, or cannot be read",
             hint=f"hf download ORGANISATION/NAME --local-dir {path}",
         ) from error
@@ -167,7 +167,7 @@ def _chosen(order: InitOrder, found: Sequence[FoundHost], model: FoundModel | No
         recipe = Recipe.model_validate(yaml.safe_load(text))
         if model.shape is None or fits(recipe, model.shape, found):
             return text
-    raise LibraError(
+    raise InputError(
         f"{model.path} ({model.notes[0]}) cannot be trained on these hosts: not even an adapter of "
         "it fits their memory",
         hint="name more hosts, or a smaller model",
@@ -236,7 +236,7 @@ def _write(order: InitOrder, text: str) -> None:
         if order.schema:
             _schema_file(order).write_text(json.dumps(recipe_schema(), indent=2), encoding="utf-8")
     except OSError as error:
-        raise LibraError(f"{error.filename}: {error.strerror}") from error
+        raise InputError(f"{error.filename}: {error.strerror}") from error
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import WrongRun
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.evidence import Recalibration
 from libra_cli.core.launch.placement import initial_plan
@@ -26,14 +26,14 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
     An ended run is judged as if it began again: all its steps are to come.
 
     Raises:
-        StateError: no trajectory has finished yet.
+        WrongRun: no trajectory has finished yet.
     """
     observer = RunObserver(recipe)
     for record in records_in_order(reader):
         observer.saw(record)
     workload = observer.workload
     if workload is None:
-        raise StateError(
+        raise WrongRun(
             f"{reader.run_dir}: no trajectory has finished yet, so its work is not known",
             hint="try again later, or: libra rebalance RECIPE.yaml --dry-run --trace FILE",
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from libra_cli.config.errors import LibraError, StateError
+from libra_cli.config.errors import InputError, WrongRun
 from libra_cli.core.types import Role
 from libra_cli.runtime.order_files import give_order
 from libra_cli.runtime.store.controller_process import controller_alive
@@ -20,10 +20,8 @@ LET_GO = "auto"
 _V = TypeVar("_V")
 
 
-class RebalanceError(LibraError):
+class RebalanceError(InputError):
     """An argument of ``libra rebalance`` that means nothing, or not yet."""
-
-    exit_code = 2
 
 
 def refuse_explaining(*, as_json: bool, profile: str | None, trace: str | None) -> None:
@@ -73,7 +71,7 @@ def order(
         )
     with Reader(run_dir) as reader:
         if not controller_alive(reader):
-            raise StateError(
+            raise WrongRun(
                 f"{run_dir} is not running any more", hint=f"libra rebalance {run_dir} --dry-run"
             )
     return give_order(run_dir, counts, pinned, shapes, models)

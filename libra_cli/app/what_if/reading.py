@@ -12,7 +12,7 @@ from statistics import fmean
 from libra_cli.app.costs import OWN_PRICES, costs_of_run, recipe_planner
 from libra_cli.app.rebalance.observation import gpu_names, observation_of_run
 from libra_cli.app.what_if.hindsight import hindsight
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 from libra_cli.config.training import StalenessSpec
 from libra_cli.core.costs.profile import Contention, Profile
 from libra_cli.core.observation import Observation
@@ -39,10 +39,8 @@ LEAST_SHARE = 0.5
 """Share of the groups of the steps that must be there with their turns. Chosen."""
 
 
-class WhatIfError(LibraError):
+class WhatIfError(InputError):
     """A run that cannot be played again, or a change of it that means nothing."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)

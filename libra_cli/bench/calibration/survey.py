@@ -36,7 +36,7 @@ from statistics import fmean, median
 from libra_cli.bench.calibration.harness import MeasurementHarness, SyncTiming
 from libra_cli.bench.calibration.players import Players, playing, random_tokens
 from libra_cli.bench.config import Progress
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import StoppedByUser
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.actions import TrainSample
 from libra_cli.core.costs.loads import (
@@ -137,7 +137,7 @@ async def _measure(
             await harness.open()
             measured = await _Survey(harness, budget, note).all()
         except asyncio.CancelledError:
-            raise LibraError("stopped; nothing was written") from None
+            raise StoppedByUser("stopped; nothing was written") from None
         finally:
             note("stopping everything")
             began = time.monotonic()

@@ -13,17 +13,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of config.json for the number of experts: Qwen, Mixtral, DeepSeek, ERNIE."""
 _NAMED = re.compile(r"(?:^|[-_/])(?:A\d+(?:\.\d+)?B|\d+x\d+B)(?:$|[-_])|moe|mixtral", re.IGNORECASE)
 
 
-class MixtureRefused(LibraError):
+class MixtureRefused(InputError):
     """A price is wanted for a mixture of experts, and what there is follows the law of others."""
-
-    exit_code = 2
 
     def __init__(self, model: str, why: str) -> None:
         super().__init__(

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import WrongRun
 from libra_cli.core.costs.online import ForgettingLeastSquares
 from libra_cli.core.costs.profile import MemoryModel, MoveCost, Profile, TrainingCost
 from libra_cli.core.costs.server import ServerCost, guessed_cost
@@ -147,9 +147,9 @@ class ObservedCosts:
     parameter_bytes: int
 
     def __call__(self, plan: Plan, evidence: CostEvidence) -> Profile:
-        """The costs so far. Raises StateError before the first step."""
+        """The costs so far. Raises WrongRun before the first step."""
         if not evidence.steps:
-            raise StateError(
+            raise WrongRun(
                 "no step has been trained yet, so training has no price",
                 hint="try again after the first step, or name prices: --profile NAME",
             )

@@ -45,7 +45,7 @@ from functools import lru_cache
 from math import gcd
 from typing import Any, TypeVar
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 from libra_cli.config.rollout import Quantization
 from libra_cli.config.training import LoraSpec, Optimizer, TrainingSpec
 from libra_cli.core.costs.architecture import Architecture, DenseTransformer
@@ -80,20 +80,16 @@ for what was not kept.
 _Part = TypeVar("_Part")
 
 
-class NothingFits(LibraError):
+class NothingFits(InputError):
     """No plan can run. ``constraint`` is the one that fails first."""
-
-    exit_code = 2
 
     def __init__(self, constraint: str, message: str, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.constraint = constraint
 
 
-class ProfileError(LibraError):
+class ProfileError(InputError):
     """A profile that is not valid, not known, or for another GPU or model."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.evidence import Recalibration
 from libra_cli.core.observation import MeasuredStep, Observation, mean_step
@@ -44,10 +44,8 @@ BORROW, NEVER_BORROW = 1.15, 0.80
 """Thresholds of the artifact of Libra (arXiv 2606.03077), see ``_dynarl``."""
 
 
-class PlannerError(LibraError):
+class PlannerError(InputError):
     """No planner has the name asked for."""
-
-    exit_code = 2
 
 
 def first_layout(

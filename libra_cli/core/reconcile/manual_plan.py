@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.launch.placement import PlanError, plan_with
 from libra_cli.core.types import Plan, Pool, Role, Slot, SlotId, node_of
@@ -22,10 +22,8 @@ from libra_cli.core.types import Plan, Pool, Role, Slot, SlotId, node_of
 ROLES = (Role.TRAIN, Role.GRADIENT, Role.ROLLOUT)
 
 
-class OrderRefused(LibraError):
+class OrderRefused(InputError):
     """The order cannot be carried out; the message says why."""
-
-    exit_code = 2
 
 
 def ordered_plan(

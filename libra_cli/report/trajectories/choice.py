@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Final
 
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import WrongRun
 from libra_cli.core.records import GroupRecord, LateRecord, TrajectoryRecord
 from libra_cli.core.types import EVALUATION_GROUPS, TrajectoryId
 from libra_cli.runtime.store.reader import Reader
@@ -50,7 +50,7 @@ def step_to_show(reader: Reader, asked: int | None) -> int | None:
     """The step that was asked for, or the newest with trajectories; None if none has any.
 
     Raises:
-        StateError: the run has not taken the step that was asked for.
+        WrongRun: the run has not taken the step that was asked for.
     """
     if asked is None:
         newest = reader.rows(GroupRecord, "step IS NOT NULL", order="step DESC LIMIT 1")
@@ -58,7 +58,7 @@ def step_to_show(reader: Reader, asked: int | None) -> int | None:
     steps = [step.step for step in reader.steps()]
     if asked not in steps:
         known = f"it has taken {steps[0]} to {steps[-1]}" if steps else "it has taken none yet"
-        raise StateError(
+        raise WrongRun(
             f"{reader.run_dir} has no step {asked}: {known}",
             hint=f"libra show {reader.run_dir} (the newest)",
         )
@@ -88,10 +88,10 @@ def find(reader: Reader, name: str) -> PlayedTrajectory:
     """The trajectory of that name: ``17.3`` is the last attempt at member 3 of group 17.
 
     Raises:
-        StateError: there is none, or it has not ended.
+        WrongRun: there is none, or it has not ended.
     """
     if not re.fullmatch(r"\d{1,18}\.\d+(\.\d+)?", name):  # SQLite has 64 bits
-        raise StateError(
+        raise WrongRun(
             f"{name!r} names no trajectory",
             hint="libra show lists them; a name is like 17.3, or 17.3.1 for the second attempt",
         )
@@ -99,11 +99,11 @@ def find(reader: Reader, name: str) -> PlayedTrajectory:
     rows = reader.rows(TrajectoryRecord, "group_id = ?", (group,))
     asked = [row for row in rows if row.member == member and attempt in ([], [row.attempt])]
     if not asked:
-        raise StateError(
+        raise WrongRun(
             f"{reader.run_dir} has no trajectory {name}", hint=f"libra show {reader.run_dir}"
         )
     if asked[-1].state == "running":
-        raise StateError(
+        raise WrongRun(
             f"trajectory {name} is still played; its tokens are written when it ends",
             hint=f"libra show {reader.run_dir} (those of the newest step)",
         )
@@ -122,10 +122,10 @@ def first_by(ranking: str, played: Sequence[PlayedTrajectory]) -> PlayedTrajecto
     """The best, the worst or the longest of these.
 
     Raises:
-        StateError: there are none.
+        WrongRun: there are none.
     """
     if not played:
-        raise StateError("no trajectory of it is known", hint="libra show lists the newest step")
+        raise WrongRun("no trajectory of it is known", hint="libra show lists the newest step")
     return max(played, key=RANKINGS[ranking])
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from libra_cli.config.environment import AgentSpec
-from libra_cli.config.errors import AgentFailed, EnvironmentBroken
+from libra_cli.config.errors import AgentFailed, EnvironmentBroken, PluginError
 from libra_cli.config.plugins import PluginGroup
 from libra_cli.envs.agents.command import MOST_OUTPUT, CommandEnd
 from libra_cli.envs.agents.enclosed import EnclosedJob
@@ -40,7 +40,7 @@ from libra_cli.runtime.hosts.threads import Threads
 LEAVE_S = 5.0
 """How long agents that were cancelled may take to close what they have opened."""
 T = TypeVar("T")
-_FUNCTIONS = PluginGroup("libra.agents", "agent", {}, error=AgentFailed)
+_FUNCTIONS = PluginGroup("libra.agents", "agent", {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def runner_of(
     ``directory`` is where working directories are made, ``port_of`` tells the endpoint's port.
 
     Raises:
-        AgentFailed: there is no such function or command.
+        PluginError: there is no such function or command.
     """
     if spec.function is not None:
         return FunctionRunner(spec)
@@ -112,7 +112,7 @@ def find_function(spec: AgentSpec) -> Callable[..., Any]:
     """Import the function that a recipe names as its agent.
 
     Raises:
-        AgentFailed: there is none of this name, or it cannot be called with what an agent gets.
+        PluginError: there is none of this name, or it cannot be called with what an agent gets.
     """
     if spec.directory is not None and spec.directory not in sys.path:
         sys.path.insert(0, spec.directory)
@@ -212,7 +212,7 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
     try:
         inspect.signature(function).bind(task=None, base_url="", api_key="", model="")
     except (TypeError, ValueError) as error:
-        raise AgentFailed(
+        raise PluginError(
             f"agent {name!r} cannot be called with task, base_url, api_key and model: {error}",
             hint="async def agent(task, base_url, api_key, model): ...",
         ) from error
@@ -242,7 +242,7 @@ class CommandRunner:
         self._permits = asyncio.Semaphore(spec.concurrency)
         self._threads = Threads("libra-agent")
         if missing := self._workplace.missing():
-            raise AgentFailed(
+            raise PluginError(
                 f"there is no program {missing!r}", hint="name it by its path in agent.command"
             )
         self._workplace.clear_all()  # of a controller that was killed

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from libra_cli.config.errors import HostError, LibraError
+from libra_cli.config.errors import HostError, InputError, LibraError
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.runtime.doctor.remote_files import (
     LocalFiles,
@@ -154,7 +154,7 @@ class HostEnvironment:
             hashes = await here.hashes()
             wheels = {name: of for name, of in hashes.items() if name.endswith(".whl")}
             if not wheels:
-                raise LibraError(f"{packages.wheels} has no wheels", hint="pip download -d DIR ...")
+                raise InputError(f"{packages.wheels} has no wheels", hint="pip download -d DIR ...")
             await copy_missing(here, wheels, self._transport, there, on_bytes=on_bytes)
             return ["--offline", "--no-index", "--find-links", there]
         if packages.index is not None:

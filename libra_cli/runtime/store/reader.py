@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import WrongRun
 from libra_cli.core.records import (
     CreditRecord,
     EvaluationRecord,
@@ -93,7 +93,7 @@ _STEP = "coalesce(late.step, g.step)"
 
 
 class Reader:
-    """A snapshot of one run. StateError, with a hint, if there is none or a newer libra wrote it.
+    """A snapshot of one run. WrongRun, with a hint, if there is none or a newer libra wrote it.
 
     >>> with Reader(Path("runs/quickstart-1")) as reader:  # doctest: +SKIP
     ...     reader.run().step
@@ -103,7 +103,7 @@ class Reader:
         self.run_dir = run_dir
         path = run_dir / DATABASE
         if not path.is_file():
-            raise StateError(
+            raise WrongRun(
                 f"{run_dir} is not a run directory: it has no {DATABASE}",
                 hint="libra status (without an argument it takes the newest run)",
             )
@@ -115,7 +115,7 @@ class Reader:
                 self.meta = check_format(self._connection, path)
                 show(self._connection)
             except sqlite3.Error as error:
-                raise StateError(f"cannot read {path}: {error}") from error
+                raise WrongRun(f"cannot read {path}: {error}") from error
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Reader:
@@ -132,7 +132,7 @@ class Reader:
         try:
             self._connection.backup(target)
         except sqlite3.Error as error:
-            raise StateError(f"cannot copy {self.run_dir / DATABASE}: {error}") from error
+            raise WrongRun(f"cannot copy {self.run_dir / DATABASE}: {error}") from error
 
     def rows(
         self, kind: type[R], where: str = "1", parameters: Sequence[object] = (), order: str = ""
@@ -152,11 +152,11 @@ class Reader:
         """The run itself.
 
         Raises:
-            StateError: its controller has not written anything yet.
+            WrongRun: its controller has not written anything yet.
         """
         runs = self.rows(RunRecord)
         if not runs:
-            raise StateError(
+            raise WrongRun(
                 f"{self.run_dir}: the run has not written anything yet", hint="try again"
             )
         return runs[-1]
@@ -301,7 +301,7 @@ class Reader:
         """The branches of one trajectory, that which it ended in last; none if it has not.
 
         Raises:
-            StateError: they cannot be read.
+            WrongRun: they cannot be read.
         """
         where, key = "group_id = ? AND member = ? AND attempt = ?", (group, member, attempt)
         rows = self.rows(TrajectoryRecord, where, key)
@@ -322,7 +322,7 @@ class Reader:
         any if no step has trained the trajectory, or if what trained it did not tell.
 
         Raises:
-            StateError: they cannot be read.
+            WrongRun: they cannot be read.
         """
         where, key = "group_id = ? AND member = ? AND attempt = ?", (group, member, attempt)
         rows = self.rows(CreditRecord, where, key)
@@ -443,7 +443,7 @@ class Reader:
         try:
             return self._connection.execute(query, tuple(parameters)).fetchall()
         except sqlite3.Error as error:
-            raise StateError(f"cannot read {self.run_dir / DATABASE}: {error}") from error
+            raise WrongRun(f"cannot read {self.run_dir / DATABASE}: {error}") from error
 
 
 def _named(metrics_json: str) -> dict[str, float]:

@@ -17,7 +17,7 @@ import os
 import time
 from pathlib import Path
 
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import StateError, WrongRun
 from libra_cli.config.recipe import Recipe, RunSpec
 from libra_cli.runtime.store.controller_process import controller_alive
 from libra_cli.runtime.store.reader import Reader
@@ -71,11 +71,11 @@ def newest_run(directory: Path = RUNS) -> Path:
     """The run under ``directory`` that started last.
 
     Raises:
-        StateError: there is no run that can be read.
+        WrongRun: there is no run that can be read.
     """
     found = _newest_first(directory)
     if not found:
-        raise StateError(
+        raise WrongRun(
             f"there is no run under {directory}",
             hint="libra quickstart makes one; or name a run directory",
         )
@@ -112,12 +112,12 @@ def recipe_of(run_dir: Path) -> Recipe:
     """The recipe a run was made from, without its secrets.
 
     Raises:
-        StateError: the run directory has none that can be read.
+        WrongRun: the run directory has none that can be read.
     """
     try:
         # A key that went since the run was made says nothing any more.
         return Recipe.model_validate_json((run_dir / RECIPE).read_text(), extra="ignore")
     except (OSError, ValueError) as error:
-        raise StateError(
+        raise WrongRun(
             f"{run_dir} has no usable {RECIPE}: {error}", hint=f"ls {run_dir}"
         ) from error

@@ -26,7 +26,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 
 from libra_cli import __version__
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import WrongRun
 from libra_cli.core.records import RENAMED, Record, StepRecord
 
 DATABASE = "libra.db"
@@ -103,18 +103,18 @@ def check_format(connection: sqlite3.Connection, path: Path) -> dict[str, str]:
     """The ``meta`` table.
 
     Raises:
-        StateError: the file is not a run of libra, or a newer libra wrote it.
+        WrongRun: the file is not a run of libra, or a newer libra wrote it.
     """
     try:
         meta: dict[str, str] = dict(connection.execute("SELECT key, value FROM meta"))
     except sqlite3.DatabaseError as error:
-        raise StateError(
+        raise WrongRun(
             f"{path} is not a run of libra: {error}", hint="name the directory of a run"
         ) from error
     (number,) = connection.execute("PRAGMA user_version").fetchone()
     if number > FORMAT:
         wrote = meta.get("libra", "?")
-        raise StateError(
+        raise WrongRun(
             f"{path} was written by libra {wrote}, which is newer (database format {number});"
             f" this is libra {__version__} (format {FORMAT})",
             hint="pip install --upgrade libra-rl",

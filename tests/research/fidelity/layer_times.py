@@ -36,7 +36,7 @@ from itertools import product
 from pathlib import Path
 from typing import TypeAlias
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.types import Seconds, Tokens
 
@@ -59,10 +59,8 @@ Curve: TypeAlias = tuple[Sequence[float], Sequence[float]]
 Point: TypeAlias = tuple[int, int, int, int]
 
 
-class LayerProfileError(LibraError):
+class LayerProfileError(InputError):
     """A per-layer profile that cannot be read; says which file, and what is wrong with it."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from libra_cli.config.errors import LibraError
+from libra_cli.config.errors import InputError
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.types import Seconds, Tokens
 from libra_cli.sim.engine import Engine, EngineRequest, FinishedRequest, StepTimes
@@ -33,10 +33,8 @@ WANTED_ERROR, WANTED_CORRELATION = 0.1, 0.98
 with which the simulator counts as near enough; chosen."""
 
 
-class RunError(LibraError):
+class RunError(InputError):
     """A recorded run that cannot be read; says file and line."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,7 @@ def test_ctrl_c_ends_the_view_and_not_the_run(
 
 def test_attaching_to_nothing_says_what_to_type(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["attach", str(tmp_path)])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "is not a run directory" in done.output
 
 

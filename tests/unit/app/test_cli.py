@@ -158,13 +158,13 @@ def test_a_dry_run_names_an_agent_that_is_not_there(tmp_path):
     agent = "agent: {directory: ., function: 'mine:agnt'}\n"
     (tmp_path / "r.yaml").write_text(text + agent)
     done = libra("run", "--dry-run", str(tmp_path / "r.yaml"))
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "did you mean 'agent'?" in done.output.replace("\n", " ")
 
 
 def test_status_of_nothing_says_what_to_type():
     done = libra("status")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "next:" in done.output
 
 
@@ -179,14 +179,14 @@ def test_status_reads_the_newest_run(tmp_path):
 def test_logs_of_an_unknown_node_name_the_run(tmp_path):
     write(tmp_path / "runs/one")
     done = libra("logs", "nowhere")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "'nowhere'" in done.output
     assert "runs/one" in done.output
 
 
 def test_a_run_without_a_checkpoint_cannot_go_on(tmp_path):
     done = libra("run", str(QUICKSTART), "--resume", str(tmp_path / "none"))
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "next:" in done.output
 
 

@@ -190,6 +190,6 @@ def test_a_run_of_an_older_libra_is_collected(tmp_path, monkeypatch):
 def test_what_is_no_run_is_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(app, ["collect", "nowhere"])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "next:" in done.output
     assert list(tmp_path.iterdir()) == []

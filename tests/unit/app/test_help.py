@@ -128,7 +128,7 @@ def test_a_picture_is_the_path_of_its_file_in_a_terminal():
 
 def test_an_unknown_topic_names_the_nearest():
     result = CliRunner().invoke(app, ["help", "recipe"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "libra help recipes" in result.output
 
 

@@ -149,7 +149,7 @@ def test_what_had_a_column_in_steps_is_a_metric(run_dir: Path) -> None:
 
 def test_its_processes_are_known(run_dir: Path) -> None:
     code, text = libra("logs", "local", "nothing", "--run", str(run_dir))
-    assert code == 1
+    assert code == 2
     for process in ("gradient-1", "model", "server-0", "server-1", "trainer-0"):
         assert process in text
 

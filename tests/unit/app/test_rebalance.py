@@ -415,7 +415,7 @@ def test_json_is_one_object_of_finite_numbers(cpu_run: Path) -> None:
 
 def test_an_order_to_a_run_that_has_ended_or_to_a_recipe_is_refused(cpu_run: Path) -> None:
     done = libra(str(cpu_run), "--to", "rollout=1")
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "not running any more" in done.output
     recipe = libra(str(QUICKSTART), "--to", "rollout=1")
     assert recipe.exit_code == 2

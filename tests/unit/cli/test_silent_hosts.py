@@ -9,10 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from libra_cli.cli.main import app
-from libra_cli.config.errors import HostError
+from libra_cli.config.errors import ExitCode, HostError
 from libra_cli.runtime.hosts.ssh import SshTransport
 
-HOST_PROBLEM = 3
 FAR = "{host: gpu-01, gpus: 1, pool: train}", "{host: gpu-02, gpus: 1, pool: rollout}"
 
 
@@ -41,19 +40,19 @@ def recipe(place: Path, *nodes: str, model: str = "build: {}") -> str:
 
 def test_the_doctor_counts_no_check_as_fine(tmp_path):
     code, told = libra("doctor", recipe(tmp_path, *FAR))
-    assert (code, "0 checks fine, " in told) == (HOST_PROBLEM, True)
+    assert (code, "0 checks fine, " in told) == (ExitCode.HOST_PROBLEM, True)
     assert "no route" in told
     assert "uses no GPUs" not in told
     code, told = libra("doctor", recipe(tmp_path, *FAR), "--json")
     found = json.loads(told[told.index("[") :])
     severities = {one["severity"] for one in found if one["check"] != "reach"}
-    assert (code, severities) == (HOST_PROBLEM, {"unknown"})
+    assert (code, severities) == (ExitCode.HOST_PROBLEM, {"unknown"})
 
 
 @pytest.mark.parametrize("command", ["ps", "gc"])
 def test_ps_and_gc_say_what_they_did_not_look_at(tmp_path, command):
     code, told = libra(command, recipe(tmp_path, *FAR))
-    assert code == HOST_PROBLEM
+    assert code == ExitCode.HOST_PROBLEM
     assert "gpu-02 was not looked at: " in told
     assert "next: ssh " in told
     assert "no run owns" not in told
@@ -63,6 +62,6 @@ def test_ps_and_gc_say_what_they_did_not_look_at(tmp_path, command):
 def test_setup_does_not_know_whether_a_silent_host_has_the_model(tmp_path):
     nodes = ("{host: local, address: 10.0.0.1, pool: rollout}", FAR[0])
     code, told = libra("setup", recipe(tmp_path, *nodes, model=f"path: {tmp_path}/none"))
-    assert code == HOST_PROBLEM
+    assert code == ExitCode.HOST_PROBLEM
     assert "gpu-01: no route next: ssh " in told
     assert "none is neither here nor on any host that answers next: " in told

@@ -15,7 +15,7 @@ from typing import cast
 
 import pytest
 
-from libra_cli.config.errors import AgentFailed
+from libra_cli.config.errors import AgentFailed, LibraError
 from libra_cli.envs.agents import command as command_module
 from libra_cli.envs.agents import host
 from libra_cli.runtime.hosts.threads import Threads
@@ -120,7 +120,7 @@ def test_the_last_words_of_an_agent_do_not_tell_its_secrets(command):
 
 
 def test_a_program_that_is_not_there_is_an_error_in_words(command):
-    with pytest.raises(AgentFailed, match="there is no program 'no-such-program'"):
+    with pytest.raises(LibraError, match="there is no program 'no-such-program'"):
         command(command=["no-such-program"])
 
 

@@ -8,7 +8,7 @@ from array import array
 
 import pytest
 
-from libra_cli.config.errors import AgentFailed, LibraError, RecipeError
+from libra_cli.config.errors import AgentFailed, LibraError, PluginError, RecipeError
 from libra_cli.core.evaluation.groups import EvaluatedTask
 from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.pointer_chase import PointerChase, Store, call_text
@@ -286,7 +286,7 @@ def test_a_function_that_takes_other_arguments_is_an_error_in_words(play):
     async def agent(prompt):
         return 0.0
 
-    with pytest.raises(AgentFailed, match="cannot be called with task"):
+    with pytest.raises(PluginError, match="cannot be called with task"):
         play(agent)
 
 
