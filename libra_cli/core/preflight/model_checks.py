@@ -82,22 +82,13 @@ def _hosts_that_may_serve(case: PreflightCase, facts: Mapping[str, NodeFacts]) -
 
 
 def _missing(case: PreflightCase, host: str, path: str) -> Finding:
-    if path.startswith(("/", "~")):
-        return Finding(
-            "model",
-            host,
-            "stops",
-            f"there is no {path}",
-            "servers and ranks load it from their own disk",
-            Remedy("here", f"libra setup {case.recipe_path}", fix="model"),
-        )
     return Finding(
         "model",
         host,
         "stops",
-        f"model.path {path} is no absolute path",
-        "libra downloads nothing while it runs",
-        Remedy("host", f"hf download {path} --local-dir /models/{path.rpartition('/')[2]}"),
+        f"there is no {path}",
+        "servers and ranks load it from their own disk",
+        Remedy("here", f"libra setup {case.recipe_path}", fix="model"),
     )
 
 

@@ -45,9 +45,7 @@ class Workplace:
 
     def missing(self) -> str:
         """Return the program's name if it cannot be found; empty if it is there."""
-        program = self.command[0]
-        beside = (self.directory or Path()) / program
-        return "" if shutil.which(program) or beside.is_file() else program
+        return missing_program(self.command, self.directory)
 
     def begin(self, job: CommandJob) -> GroupCommand:
         """Make the directories and start the command.
@@ -91,6 +89,13 @@ def told_variables(job: CommandJob, home: str, task_file: str) -> dict[str, str]
         "LIBRA_REWARD_URL": f"{job.root_url}/reward",
         **{variable_of(name): f"{job.root_url}/models/{name}/v1" for name in job.models},
     }
+
+
+def missing_program(command: Sequence[str], directory: Path | str | None) -> str:
+    """Return a command's program if it is neither on PATH nor in the directory; else nothing."""
+    program = command[0]
+    beside = Path(directory or "") / program
+    return "" if shutil.which(program) or beside.is_file() else program
 
 
 class StoppableJob:

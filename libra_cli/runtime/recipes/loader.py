@@ -21,7 +21,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ from pydantic_core import ErrorDetails
 
 import libra_cli
 from libra_cli.config.algorithms import ADVANTAGES, LOSSES
+from libra_cli.config.environment import AgentSpec, EnvironmentSpec, EvaluationSpec
 from libra_cli.config.errors import PluginError, RecipeError, did_you_mean
 from libra_cli.config.host_ranges import expand_range
 from libra_cli.config.other_names.names import OTHER_NAMES
@@ -45,13 +46,16 @@ from libra_cli.core.launch.placement import PlanError, initial_plan
 from libra_cli.core.launch.rollout_backend import ROLLOUT_BACKENDS
 from libra_cli.core.launch.trainer_backend import TRAINER_BACKENDS
 from libra_cli.core.scheduling.policy import POLICIES
+from libra_cli.envs.agents.workplace import missing_program
 from libra_cli.envs.paths import absolute
+from libra_cli.envs.registry import ENVIRONMENTS
 from libra_cli.plugins.finding import check, find
 from libra_cli.runtime.monitors.protocol import MONITORS
 from libra_cli.runtime.recipes.yaml_lines import Loc, NotYaml, read_yaml
 
 _SECRET = re.compile(r"^\$\{([A-Za-z_][A-Za-z0-9_]*)\}$")
 _LIKE_A_SECRET = re.compile(r"\$\{[^}]*\}")
+_HUB_NAME = re.compile(r"^[\w-][\w.-]*/[\w.-]+$")
 _API_KEY: Loc = ("teacher", "api_key")
 _STAND_INS: dict[str, Any] = {"model": {"path": "x"}, "nodes": [{"host": "x", "slots": 2}]}
 """Values that replace missing or wrong ones without a default, while the rest is checked."""
@@ -143,6 +147,7 @@ def load_recipe(path: Path, environ: Mapping[str, str] | None = None) -> Recipe:
     _resolve_arguments(data, path)
     _resolve_planner_files(data, path)
     _resolve_agent(data, draft, path)
+    _check_model_paths(data, draft)
     _hold_the_longest(data)
     recipe = _validate(data, draft)
     if recipe is None or draft.problems:
@@ -366,6 +371,24 @@ def _resolve_agent(data: dict[str, Any], draft: _Draft, path: Path) -> None:
     data["agent"]["directory"] = str(found.resolve())
 
 
+def _check_model_paths(data: dict[str, Any], draft: _Draft) -> None:
+    """Refuse names on the hub and relative paths, since hosts load models from their own disk."""
+    models = [(("model",), data.get("model"))]
+    if isinstance(served := data.get("models"), list):
+        models += [(("models", number), one) for number, one in enumerate(served)]
+    for place, section in models:
+        path = section.get("path") if isinstance(section, dict) else None
+        if not isinstance(path, str) or path.startswith(("/", "~")):
+            continue
+        reason = f"{path!r} is no absolute path on the hosts"
+        if _HUB_NAME.match(path):
+            name = path.partition("/")[2]
+            reason += (
+                f", and a run downloads nothing: hf download {path} --local-dir /models/{name}"
+            )
+        draft.add((*place, "path"), reason)
+
+
 def _hold_the_longest(data: dict[str, Any]) -> None:
     """Let a forward pass hold model.max_len tokens where nothing says how much it holds."""
     usual = TrainingSpec().micro_batch_tokens
@@ -392,7 +415,8 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
             if not _note(error, data, draft):
                 return None
     if recipe is not None:
-        _note_rules(tuple(_plugin_problems(recipe)) or _plan_problems(recipe), draft)
+        named = (*_plugin_problems(recipe), *_program_problems(recipe.agent))
+        _note_rules(named or _plan_problems(recipe), draft)
     return recipe
 
 
@@ -416,12 +440,34 @@ def _plugin_problems(recipe: Recipe) -> Iterator[Problem]:
     ]
     looked_up = [("training.loss", LOSSES, recipe.training.loss)]
     looked_up += [("run.monitors", MONITORS, name) for name in recipe.run.monitors]
+    environments = _environment_names(recipe.environment, recipe.evaluation)
+    looked_up += [(key, ENVIRONMENTS, name) for key, name in environments]
     lookups = [(find, *one) for one in imported] + [(check, *one) for one in looked_up]
     for look_up, key, group, name in lookups:
         try:
             look_up(group, name)
         except PluginError as error:
             yield Problem((key,), f"{error} ({error.hint})")
+
+
+def _environment_names(
+    environments: Sequence[EnvironmentSpec], evaluations: Sequence[EvaluationSpec]
+) -> Iterator[tuple[str, str]]:
+    """Yield the names of environments, which are not imported before the plan is told."""
+    for index, environment in enumerate(environments):
+        yield f"environment[{index}].name", environment.name
+    for index, evaluation in enumerate(evaluations):
+        if evaluation.environment is not None:
+            yield f"evaluation[{index}].environment.name", evaluation.environment.name
+
+
+def _program_problems(agent: AgentSpec | None) -> Iterator[Problem]:
+    """Yield that a command's program is not here, where its agents run; elsewhere hosts say it."""
+    if agent is None or agent.command is None or agent.nodes or agent.in_sandbox:
+        return
+    if missing := missing_program(agent.command, agent.directory):
+        reason = f"there is no program {missing!r} on this machine; name it by its path"
+        yield Problem(("agent.command",), reason)
 
 
 def _plan_problems(recipe: Recipe) -> tuple[Problem, ...]:

@@ -18,6 +18,7 @@ from tests.sample_run import write
 RECIPE = "nodes: [{host: local, slots: 2}]\nmodel: {build: {}}\nenvironment: {name: calculator}\n"
 WRONG = {
     "agent.yaml": RECIPE + "agent: {directory: ., function: 'no_such:agent'}\n",
+    "command.yaml": RECIPE + "agent: {command: [no-such-program]}\n",
     "environment.yaml": RECIPE.replace("calculator", "'no_such:It'"),
     "key.yaml": RECIPE + "stepz: 1\n",
 }

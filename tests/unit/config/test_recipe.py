@@ -23,6 +23,7 @@ from libra_cli.config.rollout import RESERVED_VLLM_FLAGS
 from libra_cli.config.secrets import known_secrets
 from libra_cli.core.algorithms.base import Advantage
 from libra_cli.core.algorithms.grpo import grpo
+from libra_cli.envs.registry import ENVIRONMENTS
 from libra_cli.runtime.recipes.loader import load_recipe
 
 BAD = Path(__file__).parent / "bad_recipes"
@@ -49,7 +50,8 @@ def test_every_problem_is_reported_with_its_line(name: str) -> None:
     lines = refusal(path).splitlines()
     assert all(line.startswith(f"{path}:") for line in lines)
     found = [line.removeprefix(f"{path}:").replace(str(BAD), "DIRECTORY") for line in lines]
-    found = [line.replace(", ".join(LOSSES.shipped), "LOSSES") for line in found]
+    for known, word in ((LOSSES, "LOSSES"), (ENVIRONMENTS, "ENVIRONMENTS")):
+        found = [line.replace(", ".join(known.shipped), word) for line in found]
     assert found == (BAD / f"{name}.expected").read_text(encoding="utf-8").splitlines()
 
 
