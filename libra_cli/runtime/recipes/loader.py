@@ -373,7 +373,7 @@ def _resolve_agent(data: dict[str, Any], draft: _Draft, path: Path) -> None:
 
 def _check_model_paths(data: dict[str, Any], draft: _Draft) -> None:
     """Refuse names on the hub and relative paths, since hosts load models from their own disk."""
-    models = [(("model",), data.get("model"))]
+    models: list[tuple[Loc, Any]] = [(("model",), data.get("model"))]
     if isinstance(served := data.get("models"), list):
         models += [(("models", number), one) for number, one in enumerate(served)]
     for place, section in models:

@@ -25,13 +25,12 @@ WRONG = {
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch) -> Path:
+def place(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in {**WRONG, "right.yaml": RECIPE, "x.txt": "nothing\n"}.items():
         Path(name).write_text(text)
     Path("empty").mkdir()
     write(tmp_path / "run")
-    return tmp_path
 
 
 def test_the_page_says_what_each_code_means():
