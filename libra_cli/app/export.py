@@ -115,7 +115,8 @@ async def _reach(
         elif isinstance(result, BaseException):
             raise result
     if not hosts:
-        raise HostError("no host of the run can be reached")
+        hints = dict.fromkeys(one.hint for one in results if isinstance(one, LibraError))
+        raise HostError("no host of the run can be reached", hint="; ".join(filter(None, hints)))
     return hosts
 
 

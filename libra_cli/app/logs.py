@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 from libra_cli.config.errors import WrongRun
 from libra_cli.config.secrets import masker, secrets_in
 from libra_cli.config.text import printable
+from libra_cli.core.records import ProcessRecord
 from libra_cli.runtime.hosts.cluster import transport_to
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run, recipe_of
+
+
+def _not_there(
+    where: Path, rows: Sequence[ProcessRecord], node: str, process: str | None
+) -> WrongRun:
+    here = sorted({row.process for row in rows if row.node == node})
+    if here:
+        told = f"{where} has no process {process!r} on {node}: there are {', '.join(here)}"
+        return WrongRun(told, hint=f"libra logs {node} {here[0]} --run {where}")
+    nodes = sorted({row.node for row in rows})
+    told = f"{where} has no process on {node!r}: its processes are on {', '.join(nodes) or 'none'}"
+    hint = f"libra logs {nodes[0]} --run {where}" if nodes else f"libra status {where}"
+    return WrongRun(told, hint=hint)
 
 
 async def logs(
@@ -27,14 +41,10 @@ async def logs(
     """
     where = run_dir or newest_run()
     with Reader(where) as reader:
-        rows = [row for row in reader.processes() if row.node == node]
-    chosen = [row for row in rows if process in (None, row.process)]
+        rows = reader.processes()
+    chosen = [row for row in rows if row.node == node and process in (None, row.process)]
     if not chosen:
-        known = ", ".join(sorted({row.process for row in rows})) or "none"
-        raise WrongRun(
-            f"{where} has no process {process or ''} on {node!r} (there: {known})",
-            hint=f"libra status {where} lists the nodes",
-        )
+        raise _not_there(where, rows, node, process)
     mask = masker(secrets_in(os.environ))
     transport = transport_to(recipe_of(where).node(node))
     await transport.connect()

@@ -49,7 +49,10 @@ def targets(target: Path | None, hosts: Sequence[str]) -> Targets:
     """
     nodes = [NodeSpec(host=host) for host in hosts]
     if target is None and not nodes:
-        raise RecipeError("whose hosts? name a recipe, a run directory, or --host HOST")
+        raise RecipeError(
+            "whose hosts? name a recipe, a run directory, or --host HOST",
+            hint="libra ps RECIPE, or libra gc RECIPE --dry-run",
+        )
     if target is not None and target.is_dir():
         return Targets((*recipe_of(target).nodes, *nodes), target.resolve().name)
     if target is not None:

@@ -20,8 +20,9 @@ from libra_cli.runtime.store.controller_process import (
     controller_is_here,
     process_started,
 )
+from libra_cli.runtime.store.nearby_runs import RUNS
 from libra_cli.runtime.store.reader import Reader
-from libra_cli.runtime.store.run_directory import RUNS, recipe_of, running_runs
+from libra_cli.runtime.store.run_directory import recipe_of, running_runs
 
 STOP_TIMEOUT_S = 300.0
 POLL_S = 0.2

@@ -83,6 +83,11 @@ def _spec_of(target: Path, base: str | None) -> EnvironmentSpec:
     if target.is_dir():
         args: dict[str, Any] = {"tasks": str(target)}
         return EnvironmentSpec(name="harbor", args=args | ({"base": base} if base else {}))
+    if not target.exists():
+        raise InputError(
+            f"{target} is neither a directory of tasks nor a recipe",
+            hint=f"libra tasks make {target} makes some there",
+        )
     recipe = load_recipe(target)
     for one in recipe.environment:
         if one.name == "harbor":

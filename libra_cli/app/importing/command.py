@@ -105,7 +105,9 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from error
+        raise InputError(
+            f"{path} cannot be written: {error.strerror}", hint=f"mkdir -p {path.parent}"
+        ) from error
 
 
 def _problems(text: str, output: Path | None) -> str:

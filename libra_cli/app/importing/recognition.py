@@ -88,11 +88,24 @@ def _kind(sources: Sequence[Source], values: Mapping[str, Any]) -> str:
             )
     if played or any(key in values for key in _IMITATED):
         return "grpo" if played else "sft"
+    path, told = sources[0].path, _told_by_keys(sources[0])
+    hints_of = {
+        "trl": f"cp {path} grpo.yaml; libra import grpo.yaml",
+        "": "libra help migration says which files libra import reads",
+    }
     raise InputError(
-        f"{sources[0].path}: names nothing that tells GRPO ({', '.join(_PLAYED[:2])}) from SFT "
+        f"{path}: names nothing that tells GRPO ({', '.join(_PLAYED[:2])}) from SFT "
         f"({', '.join(_IMITATED[:2])})",
-        hint=f"cp {sources[0].path} grpo.yaml; libra import grpo.yaml",
+        hint=hints_of.get(told, f"libra import {path}"),
     )
+
+
+def _told_by_keys(source: Source) -> str:
+    """The trainer whose settings a file has; empty if they are nobody's."""
+    try:
+        return trainer_of(source)
+    except InputError:
+        return ""
 
 
 def _named(words: Sequence[str]) -> str:
@@ -114,9 +127,11 @@ def _of_verl(sources: Sequence[Source]) -> tuple[Table, dict[str, Any]]:
     for source in sources:
         values |= source.values
     if not any(key.startswith(_VERL_TRAINS) for key in values):
+        path, told = sources[0].path, _told_by_keys(sources[0])
+        supervised = "libra help demonstrations, for supervised training"
         raise InputError(
-            f"{sources[0].path}: is none of verl's reinforcement learning (actor_rollout_ref)",
-            hint="libra help demonstrations, for supervised training",
+            f"{path}: is none of verl's reinforcement learning (actor_rollout_ref)",
+            hint=supervised if told in ("", "verl") else f"libra import {path}",
         )
     if any("one_step_off" in source.hint for source in sources):
         values["verl.experimental.one_step_off_policy"] = True

@@ -69,13 +69,18 @@ def init(order: InitOrder) -> InitResult:
     """Write a recipe that passes ``libra run --dry-run``.
 
     Raises:
-        InputError: there is such a file, no host answers, or nothing that is there can train the
-            model.
+        InputError: there is such a file or no place for it, no host answers, or nothing that is
+            there can train the model.
     """
     if order.recipe.exists() and not order.force:
         raise InputError(
             f"{order.recipe} is there already",
             hint=f"libra run --dry-run {order.recipe}; or libra init --force, which replaces it",
+        )
+    if not order.recipe.parent.is_dir():
+        raise InputError(
+            f"{order.recipe}: there is no directory {order.recipe.parent}",
+            hint=f"mkdir -p {order.recipe.parent}",
         )
     order = replace(order, model=_absolute(order.model))
     nodes = list(_nodes(order.hosts))
@@ -111,8 +116,10 @@ def _nodes(hosts: Sequence[str]) -> Iterator[NodeSpec]:
         try:
             yield NodeSpec(host=host, user=user or None)
         except ValueError as error:
+            several = name.replace(",", " ").split()
             raise RecipeError(
-                f"{name!r} is no host: an alias of ~/.ssh/config, a name, or user@name"
+                f"{name!r} is no host: an alias of ~/.ssh/config, a name, or user@name",
+                hint=f"libra init {' '.join(several) if several[1:] else 'HOST'}",
             ) from error
 
 
@@ -120,7 +127,7 @@ def _range(text: str) -> list[str]:
     try:
         return expand_range(text)
     except ValueError as error:
-        raise RecipeError(str(error)) from error
+        raise RecipeError(f"{text} {error}", hint="libra init 'gpu-[01-06]' is of six") from error
 
 
 def _require_one(found: Sequence[FoundHost]) -> None:
@@ -236,7 +243,10 @@ def _write(order: InitOrder, text: str) -> None:
         if order.schema:
             _schema_file(order).write_text(json.dumps(recipe_schema(), indent=2), encoding="utf-8")
     except OSError as error:
-        raise InputError(f"{error.filename}: {error.strerror}") from error
+        raise InputError(
+            f"{order.recipe} cannot be written: {error.strerror}",
+            hint="libra init -o FILE, where you may write",
+        ) from error
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -146,6 +146,12 @@ class SandboxChannel:
         program = shutil.which("bwrap") or ""
         if spec.backend == "bubblewrap" and not program:
             raise SandboxBroken("a sandbox needs bubblewrap, and there is no bwrap", hint=INSTALL)
+        for path in filter(None, (*spec.readable, spec.root)):
+            if spec.backend == "bubblewrap" and not os.path.exists(path):
+                raise SandboxBroken(
+                    f"this host has no {path}, which environment.sandbox shows",
+                    hint="install it there (libra help agents), or leave it out of the recipe",
+                )
         try:
             self._channel = _new_channel()
         except OSError as error:

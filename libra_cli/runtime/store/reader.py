@@ -61,6 +61,7 @@ from libra_cli.runtime.store.joined_rows import (
     TrajectoryRow,
     TurnPlacement,
 )
+from libra_cli.runtime.store.nearby_runs import command_for_another
 from libra_cli.runtime.store.schema import COLUMNS, DATABASE, Column, check_format, show
 from libra_cli.runtime.store.token_file import (
     OLD_TOKENS,
@@ -105,7 +106,7 @@ class Reader:
         if not path.is_file():
             raise WrongRun(
                 f"{run_dir} is not a run directory: it has no {DATABASE}",
-                hint="libra status (without an argument it takes the newest run)",
+                hint=command_for_another(run_dir),
             )
         with ExitStack() as stack:
             try:

@@ -20,11 +20,10 @@ from pathlib import Path
 from libra_cli.config.errors import StateError, WrongRun
 from libra_cli.config.recipe import Recipe, RunSpec
 from libra_cli.runtime.store.controller_process import controller_alive
+from libra_cli.runtime.store.nearby_runs import RUNS
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.schema import DATABASE
 
-RUNS = Path("runs")
-"""Where runs are looked for that are not named."""
 RECIPE = "recipe.json"
 CONSOLE_LOG = "console.log"
 """What a run says that has no terminal, or none that takes it."""

@@ -104,3 +104,4 @@ def test_a_wrong_run_directory_is_wrong_input(command, directory):
 def test_what_is_wrong_with_what_was_typed_is_wrong_input(typed):
     done = CliRunner().invoke(app, typed.split())
     assert done.exit_code == ExitCode.WRONG_INPUT, done.output
+    assert "\nnext: " in done.output or "Usage: " in done.output
