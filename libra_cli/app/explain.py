@@ -24,6 +24,9 @@ from libra_cli.core.json_form import hints
 SCHEMA = "https://json-schema.org/draft/2020-12/schema"
 _ROW = re.compile(r"^\| (?P<keys>`[^|]*) \| (?P<text>.*) \|$", re.MULTILINE)
 _QUOTED = re.compile(r"`([^`]+)`")
+_JOIN = "(?:, | and | / )"
+_NESTED = r"\((?:[^()]|\([^()]*\))*\)"
+_UNTIL = r"(?=;|\.(?: |$)|, `[\w.]+`(?:, `[\w.]+`)*(?:: | \()|$)"
 _Schema = Mapping[str, Any]
 _NEWEST_OF = {"plan": "plans", "decision": "decisions"}
 """Keys of status that hold one of what another holds all."""
@@ -44,6 +47,8 @@ class KeyMeaning:
     """The keys of a section, each with the first sentence of its meaning."""
     on_resume: str = ""
     """Whether the key of a recipe may be another when a run goes on."""
+    values: tuple[str, ...] = ()
+    """The words that a key of a recipe may be, where these are all it may be."""
     only_with: str = ""
     """What another key of the recipe must be, so that this one means something."""
     pages: tuple[tuple[str, str], ...] = ()
@@ -79,6 +84,7 @@ def explain(key: str, pages: Mapping[str, str]) -> list[KeyMeaning]:
     known = {**status_keys(pages.get("status", "")), **recipe_keys()}
     wanted = re.sub(r"\[\d*\]", "", key).strip(".")
     found = _found("status:", wanted, known) + _found("recipe:", wanted, known)
+    found = found or [one for one, told in known.items() if wanted in told.values]
     if not found:
         raise _unknown(key, sorted({one.partition(":")[2] for one in known}))
     told = [known[one] for one in reversed(found)]
@@ -86,10 +92,11 @@ def explain(key: str, pages: Mapping[str, str]) -> list[KeyMeaning]:
 
 
 def _found(kind: str, wanted: str, known: Mapping[str, KeyMeaning]) -> list[str]:
-    """Return the key itself, or else the keys that end with it."""
+    """Return the key itself, or else the keys that end with it, those of a copy left out."""
     whole = f"{kind}{wanted}"
     ends = [one for one in known if one.startswith(kind) and one.endswith(f".{wanted}")]
-    return [whole] if whole in known else ends
+    copies = tuple(f"status:{newest}." for newest in _NEWEST_OF)
+    return [whole] if whole in known else [one for one in ends if not one.startswith(copies)]
 
 
 def _unknown(key: str, known: Sequence[str]) -> InputError:
@@ -130,6 +137,7 @@ def _walk(node: _Schema, definitions: _Schema, path: str) -> Iterator[tuple[str,
             default=_default(node),
             meaning=meaning,
             keys=keys,
+            values=tuple(_words_of(node)),
             on_resume=str(node.get("x-on-resume", "")),
             only_with=str(node.get("x-only-with", "")),
         ),
@@ -171,6 +179,13 @@ def _type(node: _Schema) -> str:
     return str(node.get("type", "mapping")) + _bounds(node)
 
 
+def _words_of(node: _Schema) -> Iterator[str]:
+    """Yield the words that a value may be, of a list or beside other types too."""
+    yield from (one for one in node.get("enum", ()) if isinstance(one, str))
+    for one in (*node.get("anyOf", ()), *([node["items"]] if "items" in node else [])):
+        yield from _words_of(one)
+
+
 def _bounds(node: _Schema) -> str:
     words = {
         "minimum": "at least",
@@ -208,7 +223,7 @@ def _fields(kind: type, path: str) -> Iterator[tuple[str, str]]:
 
 
 def _row_of(path: str, rows: Sequence[tuple[list[str], str]]) -> str:
-    """The row of the table that tells of a key, or else of what the key is in."""
+    """The row of the table that tells of a key, or else what a row of what it is in says of it."""
     first, _, rest = path.partition(".")
     if rest and first in _NEWEST_OF:
         path = f"{_NEWEST_OF[first]}.{rest}"
@@ -216,10 +231,19 @@ def _row_of(path: str, rows: Sequence[tuple[list[str], str]]) -> str:
         wanted = ".".join(path.split(".")[:end])
         for keys, text in rows:
             if wanted in _spelled_out(keys):
-                return text
+                section, _, name = path.rpartition(".")
+                return _clause_of(name, text) if section == wanted else text
     first = path.split(".")[0]
     inside = (text for keys, text in rows if _spelled_out(keys)[0].split(".")[0] == first)
-    return next(inside, "")
+    return _clause_of(path.rpartition(".")[2], next(inside, ""))
+
+
+def _clause_of(name: str, row: str) -> str:
+    """What a row says behind the name of one of its keys, or of several, or else the whole row."""
+    begins = r"(?:^|(?<=[;.,:] )|(?<=its )|(?<=called ))"
+    names = rf"(?:`[\w.]+`{_JOIN})*`\.?{name}`(?:{_JOIN}`[\w.]+`)*"
+    found = re.search(rf"{begins}{names}(?: {_NESTED}|: (?:{_NESTED}|[^;()])*?{_UNTIL})", row)
+    return found[0] if found else row
 
 
 def _spelled_out(keys: Sequence[str]) -> list[str]:

@@ -29,7 +29,7 @@ def for_terminal(page: str) -> str:
     picture the path of its file in this installation, which a browser opens.
     """
     page = re.sub(r"!\[([^]\n]+)\]\((?!https?:)([^)\n]+)\)", _picture, page)
-    named = re.sub(r"\[[^]\n]+\]\((\w+)\.md\)", r"`libra help \1`", page)
+    named = re.sub(r"\[[^]\n]+\]\(([\w-]+)\.md\)", r"`libra help \1`", page)
     return re.sub(r"\[([^]\n]+)\]\((?!https?:)[^)\n]+\)", r"\1", named)
 
 

@@ -147,6 +147,21 @@ def test_the_newest_plan_has_the_words_of_all_plans():
     assert told("plan.cost_s")[0].meaning == told("plans.cost_s")[0].meaning
 
 
+def test_a_key_of_status_has_its_own_words_and_not_those_of_the_whole_row():
+    assert told("slots.running")[0].meaning == "`running`: our requests inside it"
+    assert told("plan.reasons")[0].meaning == "`reasons` (in sentences)"
+    assert told("trajectories.finished")[0].meaning.startswith("attempts that came to an end")
+    (one,) = told("predicted_after_s")
+    assert (one.key, one.meaning) == (
+        "plans.predicted_after_s",
+        "`predicted_before_s`, `predicted_after_s` (seconds a step)",
+    )
+
+
+def test_a_value_finds_the_keys_that_may_be_it():
+    assert [one.key for one in told("token_mask")] == ["training.sampler_correction"]
+
+
 def test_an_unknown_key_names_those_that_look_like_it():
     with pytest.raises(LibraError) as caught:
         told("training.max_stalenes")

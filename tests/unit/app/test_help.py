@@ -116,8 +116,10 @@ def test_nothing_of_a_page_is_cut_off_in_a_narrow_terminal(topic):
 
 
 def test_a_link_to_a_page_is_the_command_that_shows_it():
-    page = "See [gyms](gyms.md) and [code](../core/a.py), https://a.b, [x](https://c.d)."
-    shown = "See `libra help gyms` and code, https://a.b, [x](https://c.d)."
+    page = "See [gyms](gyms.md), [judges](frozen-models.md) and [code](../core/a.py), https://a.b, [x](https://c.d)."
+    shown = (
+        "See `libra help gyms`, `libra help frozen-models` and code, https://a.b, [x](https://c.d)."
+    )
     assert pages.for_terminal(page) == shown
 
 
