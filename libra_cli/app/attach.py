@@ -110,6 +110,8 @@ class DetachedRun:
                 if self._passed() > self._before:
                     return None
             time.sleep(POLL_S)
+        if self._writes():
+            _look(self._run_dir, follower, told)
         return status
 
     def said(self) -> str:

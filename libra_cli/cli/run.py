@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from libra_cli.cli.completion import RunDir
+from libra_cli.cli.hosts import RecipePath
 from libra_cli.cli.terminal import PrintingConsole, err, errors_told, out
 from libra_cli.config.errors import ExitCode
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(
-    recipe: Annotated[Path, typer.Argument(help="The recipe, a YAML file.")],
+    recipe: RecipePath,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be started where; start nothing.")
     ] = False,
@@ -125,7 +126,7 @@ def _print_end(run_dir: Path, recipe: Path | None, report: Path | None) -> None:
 
 def _detach(run_dir: Path, arguments: list[str]) -> None:
     from libra_cli.app import attach as commands
-    from libra_cli.report.terminal.progress import Progress
+    from libra_cli.report.terminal.progress import Progress, without_progress
 
     entry = "from libra_cli.cli.main import main; main()"
     detached = commands.DetachedRun(run_dir, [sys.executable, "-c", entry, *arguments])
@@ -136,7 +137,10 @@ def _detach(run_dir: Path, arguments: list[str]) -> None:
     except KeyboardInterrupt:
         status = None
     if status is not None:
-        err.print(detached.said().rstrip(), markup=False, highlight=False, soft_wrap=True)
+        said = detached.said().rstrip()
+        if not out.is_terminal:  # its progress is written here already
+            said = without_progress(said)
+        err.print(said, markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(
             status if status >= 0 else ExitCode.FAILED
         )  # a short run may be over already

@@ -12,6 +12,7 @@ every step, every evaluation that is over and every change of state, without con
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections import deque
@@ -66,6 +67,7 @@ _DECISIONS = 2
 """The newest so many are shown: of the newest it is seldom known yet what came."""
 
 _READY = ("ready", "serving", "training", "exited")
+_LOGGED = re.compile(r"\d\d:\d\d:\d\d  ")
 _BAD = ("failed", "unreachable")
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _SPARK_WIDTH = 24
@@ -158,10 +160,9 @@ class Progress:
         match record:
             case RunRecord():
                 before, self._run = self._run, record
+                # Why a run failed is told at its end, with what to type next.
                 changed = before is None or before.state != record.state
-                return (
-                    f"run {record.id}: {record.state}  {record.error}".rstrip() if changed else ""
-                )
+                return f"run {record.id}: {record.state}" if changed else ""
             case NodeRecord() | ProcessRecord() | SlotRecord():
                 return self._take_part(record)
             case StepRecord():
@@ -337,6 +338,11 @@ class Progress:
             fact(facts, "gap", f"{last.logprob_gap:.1e} log-probability, rollout to trainer")
         for part in evaluation_parts(list(self._evaluations.values())):
             fact(facts, "evaluation", evaluation_words(part))
+
+
+def without_progress(printed: str) -> str:
+    """What a run without a terminal has printed beside the lines of its progress."""
+    return "\n".join(line for line in printed.splitlines() if not _LOGGED.match(line))
 
 
 def _speed(step: StepRecord) -> float:

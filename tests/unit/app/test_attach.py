@@ -207,7 +207,10 @@ def test_a_detached_run_that_cannot_begin_says_why(
     argv = [sys.executable, "-c", CONTROLLER, str(tmp_path), ends]
     detached = DetachedRun(tmp_path, argv)
     began = time.monotonic()
-    assert detached.until_started(Watched(lambda record: None, lambda text: None)) == status
+    seen: list[Record] = []
+    assert detached.until_started(Watched(seen.append, lambda text: None)) == status
+    ids = {row.id for row in seen if isinstance(row, RunRecord)}
+    assert ids == ({"quickstart-1"} if ends == "late" else set())
     assert time.monotonic() - began < DEADLINE_S
     assert detached.said().startswith("its words True")
     assert ("no such environment" in detached.said()) == (ends == "fails")

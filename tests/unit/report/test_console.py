@@ -20,7 +20,7 @@ from libra_cli.core import records as r
 from libra_cli.report.status.summary import RunSummary, summary
 from libra_cli.report.terminal.console import duration, final_view, slot_label, status_view
 from libra_cli.report.terminal.plots import Plot, Portable, bar, sparkline
-from libra_cli.report.terminal.progress import Progress
+from libra_cli.report.terminal.progress import Progress, without_progress
 from libra_cli.runtime.store.controller_process import process_started
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
@@ -363,6 +363,18 @@ def test_without_a_terminal_every_step_is_one_plain_line() -> None:
     assert any("the server died (exit code -9)" in line for line in lines)
     assert lines[-1].endswith("stopping: 3 processes")
     assert len(lines) < 75
+
+
+def test_why_a_run_failed_is_left_to_its_end_which_says_what_to_type_too() -> None:
+    file = io.StringIO()
+    with Progress(Console(file=file, width=80), name="x", clock=Clock()) as progress:
+        progress.on(sample_run.run_record("failed", error="gpu-01: no route"))
+    line = file.getvalue()
+    assert line.rstrip().endswith(": failed")
+    assert without_progress(f"{line}gpu-01: no route\n  next: ssh gpu-01\n").splitlines() == [
+        "gpu-01: no route",
+        "  next: ssh gpu-01",
+    ]
 
 
 def test_without_a_terminal_every_phase_of_a_move_is_one_plain_line() -> None:
