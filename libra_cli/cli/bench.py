@@ -111,7 +111,7 @@ def regret(context: typer.Context, asked: BenchOptions) -> None:
 
 @bench.command()
 def run(
-    run_dir: Annotated[Path, typer.Argument(help="The directory of a run, ended or not.")],
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run, ended or not.")],
     gpus: Annotated[
         int | None,
         typer.Option(min=2, help="On so many GPUs, or slots of a host without, as planned."),

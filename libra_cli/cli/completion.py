@@ -25,6 +25,7 @@ def run_directories(incomplete: str) -> Iterator[str]:
 RunDir = Annotated[
     Path | None,
     typer.Argument(
+        metavar="RUN_DIR",
         help="A run directory; the newest under runs/ if left out.",
         autocompletion=run_directories,
     ),

@@ -18,6 +18,7 @@ def explain(
     key: Annotated[
         str,
         typer.Argument(
+            metavar="KEY",
             help="As training.max_staleness, staleness or nodes[].gpus.",
             autocompletion=completion.keys,
         ),

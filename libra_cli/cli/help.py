@@ -16,7 +16,11 @@ WIDEST = 100
 def show_help(
     topic: Annotated[
         str | None,
-        typer.Argument(help="A page; all topics if left out.", autocompletion=completion.topics),
+        typer.Argument(
+            metavar="TOPIC",
+            help="A page; all topics if left out.",
+            autocompletion=completion.topics,
+        ),
     ] = None,
 ) -> None:
     """Show a page of the documentation, or the list of pages."""

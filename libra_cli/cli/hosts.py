@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from libra_cli.core.preflight.findings import Finding
 
-RecipePath = Annotated[Path, typer.Argument(help="The recipe, a YAML file.")]
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="The recipe, a YAML file.")]
 
 
 def doctor(

@@ -26,7 +26,7 @@ def import_(
     files: Annotated[
         list[Path],
         typer.Argument(
-            metavar="FILE...",
+            metavar="FILE",
             help="TOML, YAML, JSON, a shell or a Python script; of one run. Nothing is executed.",
             exists=True,
             dir_okay=False,

@@ -15,6 +15,7 @@ def init(
     hosts: Annotated[
         list[str] | None,
         typer.Argument(
+            metavar="HOST",
             help="Hosts as ssh takes them, or gpu-[01-06]; this machine if left out.",
             autocompletion=completion.hosts,
         ),

@@ -115,7 +115,7 @@ def _watch(run_dir: Path | None) -> None:
 def rebalance(
     target: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN_DIR | RECIPE", help="The newest run under runs/ if left out."),
+        typer.Argument(metavar="RUN_DIR|RECIPE", help="The newest run under runs/ if left out."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only explain; nothing is moved.")
@@ -167,8 +167,10 @@ def rebalance(
 
 @app.command()
 def logs(
-    node: Annotated[str, typer.Argument(help="A node of the recipe.")],
-    process: Annotated[str | None, typer.Argument(help="One process; all if left out.")] = None,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="A node of the recipe.")],
+    process: Annotated[
+        str | None, typer.Argument(metavar="PROCESS", help="One process; all if left out.")
+    ] = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Wait for more.")] = False,
     lines: Annotated[int, typer.Option("-n", help="Lines from the end.")] = 100,
     run_dir: Annotated[Path | None, typer.Option("--run", help="A run directory.")] = None,
@@ -224,12 +226,14 @@ def evaluate(
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN_DIR | MODEL",
+            metavar="RUN_DIR|MODEL",
             help="A run's best model, of those it has made, or a model's directory.",
             autocompletion=completion.run_directories,
         ),
     ],
-    recipe: Annotated[Path, typer.Argument(help="Its hosts play its evaluations.")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="Its hosts play its evaluations.")
+    ],
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="The result; here if left out.")
     ] = None,
@@ -262,6 +266,7 @@ def stop(
     run_dir: Annotated[
         Path | None,
         typer.Argument(
+            metavar="RUN_DIR",
             help="A run directory; if left out, the newest under runs/ that is running, once you "
             "have said yes.",
             autocompletion=completion.run_directories,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from libra_cli.app.operations import HostAnswer
 
 Target = Annotated[
-    Path | None, typer.Argument(metavar="RECIPE | RUN_DIR", help="Whose hosts are asked.")
+    Path | None, typer.Argument(metavar="RECIPE|RUN_DIR", help="Whose hosts are asked.")
 ]
 HostNames = Annotated[
     list[str] | None, typer.Option("--host", help="Ask this host too, as ssh knows it.")

@@ -24,11 +24,11 @@ class TokenColor(StrEnum):
 def show(
     run_dir: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN_DIR]", help="The newest run under runs/ if left out."),
+        typer.Argument(metavar="RUN_DIR", help="The newest run under runs/ if left out."),
     ] = None,
     trajectory: Annotated[
         str | None,
-        typer.Argument(metavar="[TRAJECTORY]", help="Such as 17.3; a step's are listed without."),
+        typer.Argument(metavar="TRAJECTORY", help="Such as 17.3; a step's are listed without."),
     ] = None,
     best: Annotated[bool, typer.Option("--best", help="The one with the highest reward.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="The one with the lowest reward.")] = False,

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def tinker(
-    recipe: Annotated[Path, typer.Argument(help="Its model, on its hosts: one train slot.")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="RECIPE", help="Its model, on its hosts: one train slot.")
+    ],
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Directory of what clients save.")
     ] = Path("tinker-weights"),
