@@ -32,7 +32,7 @@ _TRAIN = (
     "training.optimizer: adamw_offload, activations with training.activation_checkpointing: full"
 )
 _SERVE = (
-    "give servers more GPUs (slots of more, and rollout.buckets[].tensor_parallel), or lower "
+    "give servers more GPUs (slots with more, and rollout.buckets[].tensor_parallel), or lower "
     "model.max_len"
 )
 

@@ -56,7 +56,7 @@ def targets(target: Path | None, hosts: Sequence[str]) -> Targets:
     if target is not None and target.is_dir():
         return Targets((*recipe_of(target).nodes, *nodes), target.resolve().name)
     if target is not None:
-        nodes = [*load_recipe(target).nodes, *nodes]
+        nodes = [*load_recipe(target, plays=False).nodes, *nodes]
     return Targets(tuple(nodes))
 
 

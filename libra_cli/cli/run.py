@@ -141,9 +141,8 @@ def _detach(run_dir: Path, arguments: list[str]) -> None:
         if not out.is_terminal:  # its progress is written here already
             said = without_progress(said)
         err.print(said, markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(
-            status if status >= 0 else ExitCode.FAILED
-        )  # a short run may be over already
+        # A short run may be over already.
+        raise typer.Exit(status if status >= 0 else ExitCode.FAILED)
     _print_goes_on(run_dir)
 
 

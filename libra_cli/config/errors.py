@@ -130,6 +130,8 @@ class EnvironmentBroken(PluginError):
 class SandboxBroken(EnvironmentBroken):
     """A sandbox cannot be opened on this host, or has ended; the hint says what to type."""
 
+    exit_code = ExitCode.FAILED
+
 
 class AgentFailed(LibraError):
     """An agent could not be run, failed or was silent for too long; its trajectory is retried."""

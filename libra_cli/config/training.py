@@ -212,11 +212,13 @@ class TrainingSpec(Section):
     """PPO's clip range: the probability ratio is clipped below at 1 - clip_low."""
     clip_high: Annotated[float, Field(gt=0.0)] = 0.28
     """The ratio is clipped above at 1 + clip_high; DAPO's "clip-higher" (arXiv 2503.14476)."""
-    sampler_correction: SamplerCorrection = "token_clip"
+    sampler_correction: SamplerCorrection | None = None
     """The use of the ratio of trainer to rollout probability, of a token or the product over a
     trajectory: a weight of at most tis_cap (truncate); one that is 0 outside of tis_floor to
     tis_cap (mask); one that is 0 where the token has already moved past clip_low or clip_high in
-    the direction of its advantage (clip); none. The default was measured (libra help losses).
+    the direction of its advantage (clip); none. Null: token_clip, which was measured (libra help
+    losses); token_mask with tis_floor, and with losses that have no clip of tokens: cispo, gspo,
+    sapo, and others with importance_sampling_level: sequence.
     """
     tis_cap: Annotated[float, Field(ge=1.0)] | None = None
     """The greatest importance weight, the ratio of trainer to rollout probability. Null: 5 with
@@ -352,17 +354,9 @@ class TrainingSpec(Section):
     """Begin a step on the groups that are finished while others are still played."""
 
     def problems(self) -> Iterator[Problem]:
-        """Yield what compiled layers, and a bound that is chosen, cannot be beside, and a floor of
-        weights where none is masked."""
+        """Yield what compiled layers, and a bound that is chosen, cannot be beside."""
         if self.staleness.is_chosen:
             yield from self._unknown_worth()
-        if self.tis_floor is not None and not self.sampler_correction.endswith("mask"):
-            yield Problem(
-                ("tis_floor", "sampler_correction"),
-                f"is {self.tis_floor:g}, but training.sampler_correction: "
-                f"{self.sampler_correction} masks no weight: set it to token_mask or "
-                "sequence_mask, or leave out training.tis_floor",
-            )
         if self.compile:
             yield from self._not_compiled()
 
@@ -416,10 +410,19 @@ class TrainingSpec(Section):
         return self.minibatches * self.epochs
 
     @property
+    def correction(self) -> SamplerCorrection:
+        """``sampler_correction``, or what it is where the recipe does not say."""
+        if self.sampler_correction is not None:
+            return self.sampler_correction
+        of_sequences = self.loss_args.get("importance_sampling_level") == "sequence"
+        clips_no_token = of_sequences or self.loss in ("cispo", "gspo", "sapo")
+        return "token_mask" if clips_no_token or self.tis_floor is not None else "token_clip"
+
+    @property
     def importance_bounds(self) -> tuple[float, float]:
         """``tis_floor`` and ``tis_cap``, or what they are where the recipe does not say."""
-        floor = 0.5 if self.sampler_correction == "token_mask" else 0.0
-        cap = 5.0 if self.sampler_correction in ("token_mask", "token_clip") else 2.0
+        floor = 0.5 if self.correction == "token_mask" else 0.0
+        cap = 5.0 if self.correction in ("token_mask", "token_clip") else 2.0
         return (
             floor if self.tis_floor is None else self.tis_floor,
             cap if self.tis_cap is None else self.tis_cap,

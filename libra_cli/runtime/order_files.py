@@ -134,7 +134,13 @@ def give_order(
         "shapes": dict(shapes),
         "models": dict(models),
     }
-    _put(directory / f"{order}.json", message)
+    try:
+        _put(directory / f"{order}.json", message)
+    except FileNotFoundError:  # a controller has taken over in this moment
+        raise StateError(
+            f"{run_dir} takes no orders yet: another controller takes over",
+            hint=f"libra status {run_dir}",
+        ) from None
     answer = directory / f"{order}{_ANSWER}"
     give_up = time.monotonic() + ANSWER_S
     while not answer.exists():

@@ -508,7 +508,7 @@ _RL: tuple[KeyRule, ...] = (
     left(
         "trainer.loss",
         Why.MISSING,
-        "training.sampler_correction says which tokens of older versions weigh nothing (libra help "
+        "training.sampler_correction says how tokens of older versions are weighed (libra help "
         "losses)",
     ),
     left(

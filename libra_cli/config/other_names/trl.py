@@ -168,7 +168,7 @@ def _staleness(given: Given) -> Made:
         yield Setting("training.max_staleness", 0, told)
     else:
         yield Setting("training.max_staleness", bound, given.told("max_staleness"))
-        if _loss_name(given) not in ("gspo", "cispo", "sapo"):
+        if _loss_name(given) not in ("gspo", "cispo", "sapo"):  # these have no clip of tokens
             told = "AsyncGRPOTrainer clips against the policy that generated"
             yield Setting("training.sampler_correction", "token_clip", told)
 

@@ -27,7 +27,7 @@ class StepBook:
         self._ledger = ledger
         self._rows: dict[int, StepRecord] = {}
         #: When the trainer was free for the step under way, or the next one.
-        self.idle_since: Seconds = 0.0
+        self.free_since: Seconds = 0.0
         #: When the next batch became full while the trainer was free.
         self._full_since: Seconds = inf
         self._began_at: Seconds = 0.0
@@ -48,7 +48,7 @@ class StepBook:
 
     def idle(self, *, now: Seconds) -> None:
         """The trainer waits for a batch from now on."""
-        self.idle_since = now
+        self.free_since = now
         self._full_since = inf
 
     def full(self, *, now: Seconds) -> None:
@@ -81,7 +81,7 @@ class StepBook:
         times = StepPeriod(
             began=self._began_at,
             ended=now,
-            waited_s=self._began_at - self.idle_since,
+            waited_s=self._began_at - self.free_since,
             held_s=max(0.0, self._began_at - self._full_since),
         )
         played, bound = self._ledger.take_lengths(), self._ledger.rule.bound

@@ -57,7 +57,7 @@ from libra_cli.core.rollout.groups import Group, GroupLedger
 from libra_cli.core.rollout.rows import group_records
 from libra_cli.core.types import LostGpu, Seconds, Slot, SlotId, WeightVersion
 
-NEXT = "another is tried with the next step, so mend that before"
+NEXT = "another is tried with the next step: mend the cause before then"
 
 
 class TrainerGroup:
@@ -206,7 +206,7 @@ class TrainerGroup:
     @property
     def free_since(self) -> Seconds:
         """When the trainer was free for the step under way, or for the next one."""
-        return self._book.idle_since
+        return self._book.free_since
 
     @property
     def patience_s(self) -> Seconds:

@@ -116,7 +116,7 @@ class RunCourse:
         """A run whose last checkpoint could not be written has failed, and says so."""
         training = self._parts.training
         if training.checkpoints.given_up(training.step):
-            self._fail(training.checkpoints.unsaved, "mend that", RESUME)
+            self._fail(training.checkpoints.unsaved, "mend the cause", RESUME)
 
     def _fail(self, *why: str) -> None:
         """Mark a run that was ending anyway as failed, and add the reasons to its error."""

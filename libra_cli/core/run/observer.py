@@ -203,14 +203,16 @@ class RunObserver:
             left=dict(self._left),
         )
 
-    def is_late(self, since: Seconds, *, now: Seconds) -> bool:
-        """Whether the step under way, which the trainer was free for ``since`` then, takes
-        ``OVERDUE`` times as long as the longest of the newest ones, which are as many as overlap or
-        more: some are very short, and some wait."""
+    def is_late(self, free_since: Seconds, *, now: Seconds) -> bool:
+        """Whether the step under way takes ``OVERDUE`` times as long as the longest of the newest
+        ones, which are as many as overlap or more: some are very short, and some wait. The trainer
+        has been free for it since ``free_since``."""
         measured = self.measured
         if self.early.filling or self._ended_at is None or len(measured) <= self._rule.bound:
             return False
-        return now - max(since, self._ended_at) > OVERDUE * max(step.step_s for step in measured)
+        return now - max(free_since, self._ended_at) > OVERDUE * max(
+            step.step_s for step in measured
+        )
 
     @property
     def first_ended(self) -> int:

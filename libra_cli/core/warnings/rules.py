@@ -149,8 +149,7 @@ def few_effective_samples(series: Sequence[Numbers], _: RuleBounds) -> str:
         return ""
     return (
         f"importance weights leave an effective {fmean(sizes):.0%} of the tokens (mean of "
-        f"{WINDOW // 2} steps): lower training.max_staleness, or mask what is too far off policy "
-        "with training.sampler_correction"
+        f"{WINDOW // 2} steps): lower training.max_staleness or training.learning_rate"
     )
 
 

@@ -24,7 +24,8 @@ for the rollout policy (``ratios.rollout_weights``) and k_t an estimate of the K
 where r is 1; k2 has that gradient itself, so its r is a constant. H is the entropy. With one update
 a batch, proximal is current without its gradient: r is 1, the clip idle, and what guards against
 stale tokens is w. With several, r says how far this batch's updates have come since the first and w
-stays what it was before it, the decoupled objective of arXiv 2110.00641.
+stays what it was before it, the decoupled objective of arXiv 2110.00641; but for ``token_clip``, by
+which a token also weighs nothing once current / rollout is past the clip range.
 """
 
 from __future__ import annotations

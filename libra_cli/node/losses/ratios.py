@@ -46,15 +46,15 @@ def rollout_weights(inputs: LossInputs, training: TrainingSpec) -> tuple[Tensor,
     ``sequence_*``, the product over its trajectory; ``*_truncate`` lowers it to ``tis_cap``
     (truncated importance sampling, Ionides 2008), ``*_mask`` makes it 0 outside of
     [``tis_floor``, ``tis_cap``] (of tokens: IcePop, ring-team 2025). ``token_clip`` makes it 0
-    where the policy has already moved past PPO's clip range in the direction of the advantage, so
-    that the gradient of one update is that of PPO's loss (arXiv 1707.06347) whose old policy is the
-    one that generated; elsewhere it is at most ``tis_cap``. With the staleness rule's
+    where current / rollout is already past PPO's clip range in the direction of the advantage, as
+    in PPO's loss (arXiv 1707.06347) whose old policy is the one that generated; elsewhere it is at
+    most ``tis_cap``. With the staleness rule's
     ``over: weight``, tokens over the bound weigh at most 1 (V-trace, arXiv 1802.01561).
     """
     differences = inputs.proximal.detach() - inputs.rollout
-    if training.sampler_correction == "none":
+    if training.correction == "none":
         return torch.ones_like(differences), torch.zeros_like(differences, dtype=torch.bool)
-    level, _, bound = training.sampler_correction.partition("_")
+    level, _, bound = training.correction.partition("_")
     if level == "sequence":
         differences = sequence_sums(differences, inputs.trajectories)
     weights = torch.exp(differences)
@@ -63,7 +63,7 @@ def rollout_weights(inputs: LossInputs, training: TrainingSpec) -> tuple[Tensor,
         outside = (weights > cap) | (weights < floor)
         weights = weights.masked_fill(outside, 0.0)
     elif bound == "clip":
-        clipped = _has_moved(weights, inputs.advantages, training)
+        clipped = _has_moved(inputs, training)
         outside = clipped | (weights >= cap)
         weights = weights.clamp(max=cap).masked_fill(clipped, 0.0)
     else:
@@ -75,10 +75,12 @@ def rollout_weights(inputs: LossInputs, training: TrainingSpec) -> tuple[Tensor,
     return weights, outside
 
 
-def _has_moved(ratios: Tensor, advantages: Tensor, training: TrainingSpec) -> Tensor:
-    """Return whether each token's ratio is past the clip range in its advantage's direction."""
-    above = (advantages > 0) & (ratios > 1 + training.clip_high)
-    return above | ((advantages < 0) & (ratios < 1 - training.clip_low))
+def _has_moved(inputs: LossInputs, training: TrainingSpec) -> Tensor:
+    """Return whether each token's current / rollout, (T,), is past the clip range in its
+    advantage's direction."""
+    ratios = torch.exp(inputs.logprobs.detach() - inputs.rollout)
+    above = (inputs.advantages > 0) & (ratios > 1 + training.clip_high)
+    return above | ((inputs.advantages < 0) & (ratios < 1 - training.clip_low))
 
 
 def rollout_sums(inputs: LossInputs) -> dict[str, Tensor]:

@@ -149,8 +149,8 @@ def _agreed(trainer: Trainer) -> Iterator[None]:
     except (OSError, RuntimeError, LibraError) as error:
         name = os.environ.get("LIBRA_NODE", "")
         said = str(error) if isinstance(error, LibraError) else f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            said += "; free some space there"
+        if not isinstance(error, LibraError):
+            said += _advice(error)
         problem = f"{name}: {said}" if name else said
     problems = [found for found in trainer.gather(problem) if found]
     if problems:
@@ -299,7 +299,14 @@ def _reasons() -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (reason, _) = next(iter(error.failures.items()))
-        raise TrainerError(f"rank {rank}: {reason}") from error
+        raise TrainerError(f"rank {rank}: {reason}{_advice(reason)}") from error
+
+
+def _advice(error: BaseException) -> str:
+    """Return what to do about an error of writing, as the end of a sentence; empty if nothing is
+    known. torch tells a full disk in words only."""
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "; free some space there" if is_full or "No space left" in str(error) else ""
 
 
 def _writes_for_host(trainer: Trainer) -> bool:

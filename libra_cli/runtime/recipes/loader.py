@@ -117,11 +117,14 @@ class _Draft:
         )
 
 
-def load_recipe(path: Path, environ: Mapping[str, str] | None = None) -> Recipe:
+def load_recipe(
+    path: Path, environ: Mapping[str, str] | None = None, *, plays: bool = True
+) -> Recipe:
     """Load a recipe file.
 
     A missing ``recipes/...`` is looked up among the recipes that came with libra. ``environ``
-    replaces the environment variables of this process.
+    replaces the environment variables of this process. The program of its agents need not be here
+    for who only asks its hosts: ``plays`` is false.
 
     Raises:
         RecipeError: the file cannot be read, or the recipe is wrong; with a line for each problem.
@@ -149,7 +152,7 @@ def load_recipe(path: Path, environ: Mapping[str, str] | None = None) -> Recipe:
     _resolve_agent(data, draft, path)
     _check_model_paths(data, draft)
     _hold_the_longest(data)
-    recipe = _validate(data, draft)
+    recipe = _validate(data, draft, plays=plays)
     if recipe is None or draft.problems:
         raise draft.error()
     return recipe
@@ -401,7 +404,7 @@ def _hold_the_longest(data: dict[str, Any]) -> None:
             pass
 
 
-def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
+def _validate(data: dict[str, Any], draft: _Draft, *, plays: bool) -> Recipe | None:
     """Check, put wrong values aside, check again: at most one pass for each level of models."""
     data = copy.deepcopy(data)
     recipe: Recipe | None = None
@@ -415,7 +418,8 @@ def _validate(data: dict[str, Any], draft: _Draft) -> Recipe | None:
             if not _note(error, data, draft):
                 return None
     if recipe is not None:
-        named = (*_plugin_problems(recipe), *_program_problems(recipe.agent))
+        agent = recipe.agent if plays else None
+        named = (*_plugin_problems(recipe), *_program_problems(agent))
         _note_rules(named or _plan_problems(recipe), draft)
     return recipe
 

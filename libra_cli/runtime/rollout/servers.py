@@ -284,8 +284,8 @@ class Servers:
         return None
 
     async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:
-        """Have the server that the machine chose generate a turn, which begins by the run's clock,
-        as it was queued and ends."""
+        """Have the server that the machine chose generate a turn. The turn's start is told by the
+        run's clock, as its other times are."""
         server, began = self.processes.get(action.slot), self._cluster.clock()
         if server is None:
             return turn_failed(action, "the server was stopped meanwhile")

@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from libra_cli.config.errors import WrongRun
+from libra_cli.config.errors import StateError, WrongRun
 from libra_cli.core.records import (
     CreditRecord,
     EvaluationRecord,
@@ -116,7 +116,7 @@ class Reader:
                 self.meta = check_format(self._connection, path)
                 show(self._connection)
             except sqlite3.Error as error:
-                raise WrongRun(f"cannot read {path}: {error}") from error
+                raise StateError(f"cannot read {path}: {error}") from error
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Reader:
@@ -133,7 +133,7 @@ class Reader:
         try:
             self._connection.backup(target)
         except sqlite3.Error as error:
-            raise WrongRun(f"cannot copy {self.run_dir / DATABASE}: {error}") from error
+            raise StateError(f"cannot copy {self.run_dir / DATABASE}: {error}") from error
 
     def rows(
         self, kind: type[R], where: str = "1", parameters: Sequence[object] = (), order: str = ""
@@ -153,11 +153,11 @@ class Reader:
         """The run itself.
 
         Raises:
-            WrongRun: its controller has not written anything yet.
+            StateError: its controller has not written anything yet.
         """
         runs = self.rows(RunRecord)
         if not runs:
-            raise WrongRun(
+            raise StateError(
                 f"{self.run_dir}: the run has not written anything yet", hint="try again"
             )
         return runs[-1]
@@ -302,7 +302,7 @@ class Reader:
         """The branches of one trajectory, that which it ended in last; none if it has not.
 
         Raises:
-            WrongRun: they cannot be read.
+            StateError: they cannot be read.
         """
         where, key = "group_id = ? AND member = ? AND attempt = ?", (group, member, attempt)
         rows = self.rows(TrajectoryRecord, where, key)
@@ -323,7 +323,7 @@ class Reader:
         any if no step has trained the trajectory, or if what trained it did not tell.
 
         Raises:
-            WrongRun: they cannot be read.
+            StateError: they cannot be read.
         """
         where, key = "group_id = ? AND member = ? AND attempt = ?", (group, member, attempt)
         rows = self.rows(CreditRecord, where, key)
@@ -444,7 +444,7 @@ class Reader:
         try:
             return self._connection.execute(query, tuple(parameters)).fetchall()
         except sqlite3.Error as error:
-            raise WrongRun(f"cannot read {self.run_dir / DATABASE}: {error}") from error
+            raise StateError(f"cannot read {self.run_dir / DATABASE}: {error}") from error
 
 
 def _named(metrics_json: str) -> dict[str, float]:

@@ -19,6 +19,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.node.checkpoints import random_states, reader  # noqa: E402
 from libra_cli.node.checkpoints.contents import about_of  # noqa: E402
@@ -120,6 +122,19 @@ def test_a_damaged_file_is_not_loaded(tmp_path: Path, name: str) -> None:
 
 def full(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_to_torch(*_: object, **__: object) -> None:
+    reason = RuntimeError("PytorchStreamWriter failed writing file data/0: No space left on device")
+    raise CheckpointException("save", {0: (reason, reason.__traceback__)})
+
+
+def test_a_disk_that_torch_finds_full_is_told_to_be_freed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("libra_cli.node.trainer.checkpoint.dcp.save", full_to_torch)
+    with pytest.raises(checkpoint.SaveFailed, match=r"No space left on device; free some space"):
+        save(tmp_path, OneRank())
 
 
 @pytest.mark.parametrize("where", ["dcp.save", "write_durably", "replace_directory"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -215,7 +216,7 @@ def test_a_surrogate_is_that_of_its_paper(name: str, last: float):
     if name in ("grpo", "gspo", "sapo"):
         parts = [part / size for part, size in zip(parts, (3, 3, 3, 1), strict=True)]
     inputs = replace(two_trajectories(logprobs=logs), advantages=vector(*advantages))
-    outputs = shipped(name, clip_low=0.2, clip_high=0.28)(inputs)
+    outputs = shipped(name, clip_low=0.2, clip_high=0.28, sampler_correction="none")(inputs)
     assert float(outputs.loss.detach()) == pytest.approx(sum(parts), rel=1e-5)
 
 
@@ -363,14 +364,44 @@ def test_a_mask_leaves_out_both_sides_of_its_band():
 def test_a_clip_leaves_out_what_has_moved_far_enough(
     ratio: float, advantage: float, weight: float, bound: bool
 ):
+    now = [math.log(ratio), 0.0, 0.0, 0.0]
     inputs = replace(
-        two_trajectories(proximal=[math.log(ratio), 0.0, 0.0, 0.0], rollout=[0.0] * 4),
+        two_trajectories(logprobs=now, proximal=now, rollout=[0.0] * 4),
         advantages=vector(advantage, 1.0, -1.0, 0.0),
     )
     spec = TrainingSpec(sampler_correction="token_clip", clip_low=0.2, clip_high=0.28)
     weights, bounds = rollout_weights(inputs, spec)
     assert weights.tolist() == pytest.approx([weight, 1.0, 1.0, 1.0])
     assert bounds.tolist() == [bound, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("given", "correction"),
+    [
+        ({}, "token_clip"),
+        ({"loss": "dr_grpo"}, "token_clip"),
+        ({"loss": "cispo"}, "token_mask"),
+        ({"loss": "gspo"}, "token_mask"),
+        ({"loss": "sapo"}, "token_mask"),
+        ({"loss_args": {"importance_sampling_level": "sequence"}}, "token_mask"),
+        ({"tis_floor": 0.4}, "token_mask"),
+        ({"loss": "cispo", "sampler_correction": "token_clip"}, "token_clip"),
+        ({"tis_floor": 0.4, "sampler_correction": "none"}, "none"),
+    ],
+)
+def test_tokens_are_clipped_by_default_where_the_loss_clips_tokens(
+    given: dict[str, Any], correction: str
+):
+    assert TrainingSpec(**given).correction == correction
+
+
+def test_a_clip_looks_at_how_far_the_updates_of_a_batch_have_come():
+    """The ratio was 1.2 before the first update; 1.2 x 1.1 is past 1.28, and so is no gradient."""
+    before, now = math.log(1.2), math.log(1.2 * 1.1)
+    clip = partial(gradient, old=before, rollout=0.0, sampler_correction="token_clip")
+    assert clip(now, advantage=1.0) == 0.0
+    assert clip(now, advantage=-1.0) == pytest.approx(1.2 * 1.1)
+    assert clip(before, advantage=1.0) == pytest.approx(-1.2)
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.79, 0.81, 1.27, 1.29, 4.0])

@@ -106,15 +106,17 @@ def by_hand(trajectories: list[Trajectory], held: int, spec: TrainingSpec) -> tu
     mean = sum(one.reward or 0.0 for one in trajectories) / len(trajectories)
     total, tokens = 0.0, 0
     for one in trajectories:
+        gain = (one.reward or 0.0) - mean
         for span in one.spans:
             over = max(0, held - span.version) > spec.max_staleness
             for at in range(span.start, span.end):
                 if over and spec.staleness.masks:
                     continue
                 weight = math.exp(-0.01 * one.token_ids[at] - one.logprobs[at])
-                weight = weight if 0.5 <= weight <= 5.0 else 0.0
+                moved = (gain > 0 and weight > 1.28) or (gain < 0 and weight < 0.8)
+                weight = 0.0 if moved else min(weight, 5.0)
                 weight = min(weight, 1.0) if over and spec.staleness.weighs else weight
-                total -= weight * ((one.reward or 0.0) - mean)
+                total -= weight * gain
                 tokens += 1
     return total / max(1, tokens), tokens
 
