@@ -77,7 +77,7 @@ def test_the_checkpoint_that_was_asked_for_is_made_a_model(
     assert code == 0, told
     assert step_in(tmp_path / "mine") == step
     assert f"| steps | {step} of" in (tmp_path / "mine" / "README.md").read_text()
-    assert libra("export", run_dir, *chosen, "--to", tmp_path / "mine")[0] == 1, "it is not empty"
+    assert libra("export", run_dir, *chosen, "--to", tmp_path / "mine")[0] == 2, "it is not empty"
 
 
 def test_without_a_directory_it_is_left_on_its_host(run_dir: Path):
@@ -90,5 +90,5 @@ def test_without_a_directory_it_is_left_on_its_host(run_dir: Path):
 
 def test_a_step_without_a_checkpoint_is_refused_with_those_there_are(run_dir: Path):
     code, told = libra("export", run_dir, "--step", 7)
-    assert code == 1
+    assert code == 2
     assert "there is no checkpoint of step 7: there are 10, 20, 30" in told
