@@ -274,10 +274,12 @@ def test_the_time_in_which_a_run_did_not_run_is_in_no_step() -> None:
     observer = RunObserver(world.recipe(training={"groups_per_step": 8}))
     observer.saw(record_of_plan(0, Plan((), ("a/0",)), 0.0, "start", None))
     for step in range(1, 4):
-        observer.saw(sample_run.step_record(step, step * 10.0, started_at=step * 10.0 - 4))
+        row = sample_run.step_record(step, step * 10.0, started_at=step * 10.0 - 4)
+        observer.saw(replace(row, waited_s=6.0))
     assert [step.step_s for step in observer.measured] == [10.0, 10.0]
     observer.saw(record_of_plan(1, Plan((), ("a/0",)), 5000.0, "start", None))
     for step in range(4, 7):
         ended = 5000.0 + step * 10.0
-        observer.saw(sample_run.step_record(step, ended, started_at=ended - 4))
+        row = sample_run.step_record(step, ended, started_at=ended - 4)
+        observer.saw(replace(row, waited_s=6.0))
     assert [step.step_s for step in observer.measured] == [10.0, 10.0]

@@ -49,8 +49,9 @@ def test_an_order_is_given_to_the_machine_or_refused(data, world, tmp_path_facto
 
 @pytest.fixture
 def orders(tmp_path: Path) -> Orders:
+    orders = Orders(tmp_path, post=print)
     (tmp_path / "orders").mkdir()
-    return Orders(tmp_path, post=print)
+    return orders
 
 
 def test_an_answer_that_cannot_be_written_is_written_later(orders, tmp_path, monkeypatch, caplog):

@@ -112,7 +112,8 @@ def test_one_update_computes_nothing_before_it(
 def test_updates_are_those_of_the_loss_with_what_the_policy_was_before_the_first(
     make: Callable[..., Trainer],
 ):
-    given, training = samples(1), {"minibatches": 2, "epochs": 2, "entropy_coef": 0.02}
+    given = samples(1)
+    training: dict[str, Any] = {"minibatches": 2, "epochs": 2, "entropy_coef": 0.02}
     training |= {"sampler_correction": "token_mask"}
     trainer, by_hand = make(**training, kl_coef=0.1), make(**training, kl_coef=0.1)
     metrics = trainer.train(1, given)

@@ -71,6 +71,7 @@ LOOKED_AT = {
     "processes/tasks.py": "awaited where it is made",
     "session.py": "awaited where it is made",
     "supervision/background.py": "catches everything",
+    "teacher.py": "gathered where they are made",
     "tinker/futures.py": "told to the client that asks for the outcome",
     "tinker/hosts.py": "of a task group, which raises what they raise",
     "tinker/sampling.py": "of a task group, which raises what they raise",
