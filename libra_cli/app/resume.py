@@ -111,6 +111,18 @@ def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
     return replace(first, step=row.step, version=row.version, started_at=row.started_at)
 
 
+def allowed_changes(recipe: Recipe, run_dir: Path) -> list[str]:
+    """Return what a run goes on with that was otherwise and may be, also a default of an older
+    libra: a line for each key.
+
+    Raises:
+        WrongRun: the run directory cannot be read.
+    """
+    now = Recipe.model_validate_json(recipe.model_dump_json())  # secrets masked, as it was kept
+    found = changes(_comparable(recipe_of(run_dir)), _comparable(now))
+    return [str(change) for change in found if not change.why_not]
+
+
 def _comparable(recipe: Recipe) -> Recipe:
     """Leave out what may be another in arguments of environments: the budgets of judges, as with a
     larger one a run that spent its own may go on, and where a directory lies."""

@@ -16,7 +16,13 @@ from pathlib import Path
 
 from libra_cli.app.costs import live_planner
 from libra_cli.app.export import card_of
-from libra_cli.app.resume import begin_with, continued, refuse_while_alive, where_to_go_on
+from libra_cli.app.resume import (
+    allowed_changes,
+    begin_with,
+    continued,
+    refuse_while_alive,
+    where_to_go_on,
+)
 from libra_cli.config.errors import LibraError
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
@@ -62,15 +68,19 @@ def _run(
     recipe: Recipe, recipe_path: Path, run_dir: Path, told: Listeners, *, resume: bool
 ) -> None:
     row = _first_row(recipe_path, run_dir, recipe.run.steps)
+    changed: list[str] = []
     if resume:
         refuse_while_alive(run_dir)
         row = continued(row, recipe, run_dir)
+        changed = allowed_changes(recipe, run_dir)
     planning = Planning(
         first_plan=begin_with(recipe, run_dir if resume else None),
         planner=partial(live_planner, recipe),
     )
     check_source(recipe)
     with open_records(recipe, run_dir, row, told) as records:
+        for change in changed:
+            records.note(f"goes on with another recipe: {change}")
         secrets = RunSecrets.of(run_dir)
         goes_on = where_to_go_on(recipe, run_dir, secrets, records.note) if resume else None
         session = Session(recipe, run_dir, records, secrets, planning, partial(card_of, run_dir))

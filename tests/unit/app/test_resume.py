@@ -221,8 +221,9 @@ def test_the_command_resumes_a_run_with_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_dir = Path(shutil.copytree(OLD_RUN, tmp_path / "run"))
-    recipe = recipe_of(run_dir)
+    recipe = changed(recipe_of(run_dir), "training", sampler_correction="none")
     monkeypatch.setattr(run, "Session", NoSession)
+    told: list[str] = []
     with pytest.raises(LibraError, match="no hosts"):
         run.run(
             recipe,
@@ -230,9 +231,10 @@ def test_the_command_resumes_a_run_with_its_plan(
             run_dir,
             resume=True,
             watch=lambda record: None,
-            note=lambda text: None,
+            note=told.append,
             certify=lambda run_dir: None,
         )
+    assert [line for line in told if "sampler_correction is 'none' and was " in line]
     assert NoSession.plans[-1].reasons[0].startswith("goes on with plan 2")
 
 
@@ -257,6 +259,7 @@ def test_secrets_and_a_judges_budget_may_be_others_than_when_the_run_began(tmp_p
     first = sample_run.run_record()
     run_dir = kept(tmp_path / "run", recipe_with("sk-1", 10), [first])
     assert resume.continued(first, recipe_with("sk-2", 99), run_dir).step == first.step
+    assert resume.allowed_changes(recipe_with("sk-2", 10), run_dir) == []
     with pytest.raises(StateError, match=r"environment\[0\]\.args is .* the policy was trained"):
         resume.continued(first, recipe_with("sk-1", 10, url="http://127.0.0.2/v1"), run_dir)
 
@@ -350,7 +353,11 @@ def test_what_must_stay_is_refused_with_the_reason(
 def test_what_may_change_does(tmp_path: Path, section: str, keys: dict[str, Any]) -> None:
     recipe = elastic.scene().recipe
     run_dir = kept(tmp_path / "run", recipe, [sample_run.run_record()])
-    resume.continued(sample_run.run_record(), changed(recipe, section, **keys), run_dir)
+    now = changed(recipe, section, **keys)
+    resume.continued(sample_run.run_record(), now, run_dir)
+    told = resume.allowed_changes(now, run_dir)
+    assert {line.partition(" is ")[0].split(".")[1].split("[")[0] for line in told} == {*keys}
+    assert resume.allowed_changes(recipe, run_dir) == []
 
 
 def with_tasks(tmp_path: Path, rows: int) -> Recipe:
