@@ -18,7 +18,7 @@ from libra_cli.app.first_plan import explained_first_plan
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import StateError, WrongRun
 from libra_cli.config.frozen_models import FrozenModelSpec
-from libra_cli.config.on_resume import changes
+from libra_cli.config.on_resume import RecipeChange, changes
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.planning.planner import FirstPlan
@@ -88,14 +88,18 @@ def last_checkpoint(run_dir: Path) -> LastCheckpoint:
     return LastCheckpoint(saved, max(incarnations, default=0), records)
 
 
-def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
-    """Return the row of a run that goes on, which keeps what the run has reached.
+def continued(
+    first: RunRecord, recipe: Recipe, run_dir: Path
+) -> tuple[RunRecord, tuple[RecipeChange, ...]]:
+    """Return the row of a run that goes on, which keeps what the run has reached, and what is
+    otherwise than it was and may be, also by a default of another libra.
 
     Raises:
         WrongRun: a key is another than it was that must not be, or the tasks are others.
     """
     before = recipe_of(run_dir)
-    found = changes(_comparable(before), _comparable(recipe))
+    now = Recipe.model_validate_json(recipe.model_dump_json())  # secrets masked, as it was kept
+    found = tuple(changes(_comparable(before), _comparable(now)))
     refused = [str(change) for change in found if change.why_not]
     # Where a key that says which tasks there are is another, their rows have nothing to say.
     refused = refused or changed_tasks(recipe, run_dir)
@@ -108,19 +112,7 @@ def continued(first: RunRecord, recipe: Recipe, run_dir: Path) -> RunRecord:
         )
     with Reader(run_dir) as reader:
         row = reader.run()
-    return replace(first, step=row.step, version=row.version, started_at=row.started_at)
-
-
-def allowed_changes(recipe: Recipe, run_dir: Path) -> list[str]:
-    """Return what a run goes on with that was otherwise and may be, also a default of an older
-    libra: a line for each key.
-
-    Raises:
-        WrongRun: the run directory cannot be read.
-    """
-    now = Recipe.model_validate_json(recipe.model_dump_json())  # secrets masked, as it was kept
-    found = changes(_comparable(recipe_of(run_dir)), _comparable(now))
-    return [str(change) for change in found if not change.why_not]
+    return replace(first, step=row.step, version=row.version, started_at=row.started_at), found
 
 
 def _comparable(recipe: Recipe) -> Recipe:

@@ -17,13 +17,13 @@ from pathlib import Path
 from libra_cli.app.costs import live_planner
 from libra_cli.app.export import card_of
 from libra_cli.app.resume import (
-    allowed_changes,
     begin_with,
     continued,
     refuse_while_alive,
     where_to_go_on,
 )
 from libra_cli.config.errors import LibraError
+from libra_cli.config.on_resume import RecipeChange
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
 from libra_cli.core.records import Record, RunRecord
@@ -68,11 +68,10 @@ def _run(
     recipe: Recipe, recipe_path: Path, run_dir: Path, told: Listeners, *, resume: bool
 ) -> None:
     row = _first_row(recipe_path, run_dir, recipe.run.steps)
-    changed: list[str] = []
+    changed: tuple[RecipeChange, ...] = ()
     if resume:
         refuse_while_alive(run_dir)
-        row = continued(row, recipe, run_dir)
-        changed = allowed_changes(recipe, run_dir)
+        row, changed = continued(row, recipe, run_dir)
     planning = Planning(
         first_plan=begin_with(recipe, run_dir if resume else None),
         planner=partial(live_planner, recipe),

@@ -258,8 +258,8 @@ def test_secrets_and_a_judges_budget_may_be_others_than_when_the_run_began(tmp_p
 
     first = sample_run.run_record()
     run_dir = kept(tmp_path / "run", recipe_with("sk-1", 10), [first])
-    assert resume.continued(first, recipe_with("sk-2", 99), run_dir).step == first.step
-    assert resume.allowed_changes(recipe_with("sk-2", 10), run_dir) == []
+    assert resume.continued(first, recipe_with("sk-2", 99), run_dir)[0].step == first.step
+    assert resume.continued(first, recipe_with("sk-2", 10), run_dir)[1] == ()
     with pytest.raises(StateError, match=r"environment\[0\]\.args is .* the policy was trained"):
         resume.continued(first, recipe_with("sk-1", 10, url="http://127.0.0.2/v1"), run_dir)
 
@@ -274,7 +274,7 @@ def test_where_and_how_long_environments_run_may_be_other_than_when_the_run_bega
     first = sample_run.run_record()
     run_dir = kept(tmp_path / "run", recipe_with(), [first])
     other = recipe_with(tool_timeout_s=99, retries=1, concurrency=2, workers=4)
-    assert resume.continued(first, other, run_dir).step == first.step
+    assert resume.continued(first, other, run_dir)[0].step == first.step
     with pytest.raises(StateError, match=r"environment\[0\]\.args is \{'stories': True\}"):
         resume.continued(first, recipe_with(args={"stories": True}), run_dir)
 
@@ -287,7 +287,7 @@ def test_a_directory_of_tasks_may_lie_elsewhere_than_when_the_run_began(tmp_path
 
     first = sample_run.run_record()
     run_dir = kept(tmp_path / "run", recipe_with("train"), [first])  # of an older libra
-    assert resume.continued(first, recipe_with("/moved/train"), run_dir).step == first.step
+    assert resume.continued(first, recipe_with("/moved/train"), run_dir)[0].step == first.step
     for other in (recipe_with("/moved/test"), recipe_with("/moved/train", names="one")):
         with pytest.raises(
             StateError, match=r"environment\[0\]\.args is .* the policy was trained"
@@ -354,10 +354,8 @@ def test_what_may_change_does(tmp_path: Path, section: str, keys: dict[str, Any]
     recipe = elastic.scene().recipe
     run_dir = kept(tmp_path / "run", recipe, [sample_run.run_record()])
     now = changed(recipe, section, **keys)
-    resume.continued(sample_run.run_record(), now, run_dir)
-    told = resume.allowed_changes(now, run_dir)
-    assert {line.partition(" is ")[0].split(".")[1].split("[")[0] for line in told} == {*keys}
-    assert resume.allowed_changes(recipe, run_dir) == []
+    _, told = resume.continued(sample_run.run_record(), now, run_dir)
+    assert {change.key.split(".")[1].split("[")[0] for change in told} == {*keys}
 
 
 def with_tasks(tmp_path: Path, rows: int) -> Recipe:

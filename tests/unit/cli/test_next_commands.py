@@ -55,7 +55,7 @@ def test_a_wrong_run_directory_names_the_run_that_was_meant_or_how_to_make_one()
     assert command_for_another(Path("runs/first")) == "libra quickstart makes a run"
     for name in ("first", "second", "elsewhere/third"):
         write(Path("runs") / name if "/" not in name else Path(name))
-    assert command_for_another(Path("runs/frist")) == "libra status runs/first"
+    assert command_for_another(Path("runs/firstly")) == "libra status runs/first"
     assert command_for_another(Path("elsewhere/thrd")) == "libra status elsewhere/third"
     following = command_for_another(Path("x"))
     assert following.startswith("libra status ")
