@@ -98,6 +98,8 @@ def gradient(host: Path, model_dir: Path, case: Case) -> Found:
         "activation_checkpointing": case.again,
         "kl_coef": KL * case.kl,
         "micro_batch_tokens": 80,  # several on each rank
+        # At an edge rounding decides on a whole weight: a mask has fewer tokens there than a clip.
+        "sampler_correction": "token_mask",
     }
     world = int(os.environ["WORLD_SIZE"])
     config = trainer_config(host, model_dir, world, training, dp_shard_size=case.shards)
