@@ -28,6 +28,7 @@ def peers_report(rows: Sequence[PeerRow]) -> Report:
             "never" if row.success_s is None else amount(row.success_s),
             f"{row.reward:.3f}",
             f"{row.area:.3f}",
+            f"{row.by_policy:.3f}",
         )
         for row in rows
     ]
@@ -36,10 +37,11 @@ def peers_report(rows: Sequence[PeerRow]) -> Report:
         f"step: median, without the first {WARM_STEPS}; first: from launch to the end of step 1",
         f"learned: from launch until the mean reward of {SMOOTHED} steps was {SUCCESS}",
         f"reward: mean of the last {SMOOTHED} steps; area: of all steps",
+        "policy: mean over the versions of the policy that generated the tokens",
         *map(_peer_difference, found),
     ]
-    columns = ("", "tool\ns", "seed", "step\ns", "first\ns", "learned\ns", "reward", "area")
-    sheet = Sheet("libra and its peers, on this machine", columns, table, notes)
+    head = ("", "tool\ns", "seed", "step\ns", "first\ns", "learned\ns", "reward", "area", "policy")
+    sheet = Sheet("libra and its peers, on this machine", head, table, notes)
     body = {
         "peers": [asdict(row) for row in rows],
         "differences": [asdict(one) for one in found],

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import yaml
 
 from libra_cli.bench.config import Progress
@@ -58,6 +59,8 @@ class PeerRow:
     """Mean over the last ``SMOOTHED`` steps."""
     area: float
     """Mean over all steps."""
+    by_policy: float
+    """Mean over the versions of the policy that generated, all but the last."""
     rewards: Sequence[float]
     """Of every step, the mean of its batch."""
 
@@ -84,7 +87,7 @@ def differences(rows: Sequence[PeerRow]) -> list[PeerDifference]:
             if (row.contender, row.latency_s) == ("libra", latency_s)
             and ("trl", latency_s, row.seed) in found
         ]
-        for number in ("reward", "area") if pairs else ():
+        for number in ("reward", "area", "by_policy") if pairs else ():
             values = [getattr(ours, number) - getattr(theirs, number) for ours, theirs in pairs]
             told.append(
                 PeerDifference(latency_s, number, len(pairs), fmean(values), interval(values))
@@ -95,8 +98,8 @@ def differences(rows: Sequence[PeerRow]) -> list[PeerDifference]:
 @dataclass(frozen=True, slots=True)
 class _Played:
     began: float
-    steps: Sequence[tuple[float, float]]
-    """When each step ended, and its mean reward."""
+    steps: Sequence[tuple[float, float, float]]
+    """When each step ended, its mean reward, and the mean version that generated its tokens."""
 
 
 def peers(
@@ -141,8 +144,9 @@ def peers(
 
 
 def _row(contender: str, latency_s: float, seed: int, played: _Played) -> PeerRow:
-    ends = [at for at, _ in played.steps]
-    rewards = [reward for _, reward in played.steps]
+    ends = [at for at, _, _ in played.steps]
+    rewards = [reward for _, reward, _ in played.steps]
+    versions = [version for _, _, version in played.steps]
     apart = [after - before for before, after in pairwise(ends[WARM_STEPS:])]
     smooth = [fmean(rewards[end - SMOOTHED : end]) for end in range(SMOOTHED, len(rewards) + 1)]
     reached = next((at for at, mean in enumerate(smooth) if mean >= SUCCESS), None)
@@ -155,6 +159,7 @@ def _row(contender: str, latency_s: float, seed: int, played: _Played) -> PeerRo
         success_s=None if reached is None else ends[reached + SMOOTHED - 1] - played.began,
         reward=fmean(rewards[-SMOOTHED:]),
         area=fmean(rewards),
+        by_policy=float(np.interp(range(len(rewards) - 1), versions, rewards).mean()),
         rewards=rewards,
     )
 
@@ -180,7 +185,11 @@ def _libra(recipe: Path, place: Path, latency_s: float, seed: int, steps: int) -
     start = "from libra_cli.cli.main import main; main()"
     began = _run([sys.executable, "-c", start, "run", str(changed)], place)
     with Reader(newest_run(place)) as reader:
-        return _Played(began, [(step.ended_at, step.reward) for step in reader.steps()])
+        played = [
+            (step.ended_at, step.reward, number - step.staleness_mean)
+            for number, step in enumerate(reader.steps())
+        ]
+    return _Played(began, played)
 
 
 def _trl(
@@ -205,7 +214,8 @@ def _trl(
     program = [sys.executable, "-m", "tests.research.peers.trl_grpo", json.dumps(order)]
     began = _run(program, place)
     lines: Iterable[dict[str, float]] = map(json.loads, out.read_text().splitlines())
-    return _Played(began, [(line["at"], line["reward"]) for line in lines])
+    played = [(line["at"], line["reward"], float(number)) for number, line in enumerate(lines)]
+    return _Played(began, played)
 
 
 def _run(program: Sequence[str], place: Path) -> float:

@@ -11,9 +11,10 @@ from tests.research.peers import runs as peers
 from tests.research.peers.report import peers_report
 
 
-def played(rewards: list[float]) -> peers._Played:
+def played(rewards: list[float], late: float = 0.0) -> peers._Played:
     """Steps of 2 s, the first of which ends 10 s after the launch."""
-    return peers._Played(100.0, [(110.0 + 2 * at, reward) for at, reward in enumerate(rewards)])
+    steps = [(110.0 + 2 * at, reward, at - late) for at, reward in enumerate(rewards)]
+    return peers._Played(100.0, steps)
 
 
 def test_a_step_is_timed_without_the_first_and_learning_from_the_launch():
@@ -27,7 +28,15 @@ def test_a_run_that_has_not_learned_says_so():
     row = peers._row("trl", 0.02, 1, played([0.2] * 8))
     assert row.success_s is None
     (sheet,) = peers_report([row]).sheets
-    assert sheet.rows == [("trl", "0.02", "1", "2", "10", "never", "0.200", "0.200")]
+    assert sheet.rows == [("trl", "0.02", "1", "2", "10", "never", "0.200", "0.200", "0.200")]
+
+
+def test_tokens_of_an_older_policy_count_for_the_policy_that_generated_them():
+    rises = [0.1 * step for step in range(8)]
+    now = peers._row("trl", 0.0, 0, played(rises))
+    later = peers._row("libra", 0.0, 0, played([0.0, *rises[:-1]], late=1.0))
+    assert later.area < now.area - 0.08
+    assert later.by_policy == pytest.approx(now.by_policy) == pytest.approx(0.3)
 
 
 def test_what_was_learned_is_compared_seed_by_seed():
@@ -41,7 +50,7 @@ def test_what_was_learned_is_compared_seed_by_seed():
             ("libra", 2, [0.0] * 10),  # its peer was not run
         ]
     ]
-    reward, area = peers.differences(rows)
+    reward, area, _ = peers.differences(rows)
     assert (reward.number, reward.seeds, area.number, area.seeds) == ("reward", 2, "area", 2)
     assert reward.mean == pytest.approx(0.2)
     assert area.mean == pytest.approx(0.1)
@@ -49,7 +58,7 @@ def test_what_was_learned_is_compared_seed_by_seed():
     assert reward.ci95 == pytest.approx((0.2 - 1.2706, 0.2 + 1.2706), abs=1e-4)
     body = peers_report(rows).body
     assert [row["rewards"][0] for row in body["peers"]] == [0.2, 0.2, 0.4, 0.4, 0.0]
-    assert [one["seeds"] for one in body["differences"]] == [2, 2]
+    assert [one["seeds"] for one in body["differences"]] == [2, 2, 2]
 
 
 def test_differences_are_none_where_one_alone_ran():
