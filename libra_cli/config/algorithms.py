@@ -92,6 +92,8 @@ _LOSSES: Mapping[str, Shipped] = {
     ),
     "sft": Shipped(f"{_NODE}.imitation:sft", Needs(offline=True), f"{_CORE}.sft:Imitation"),
 }
+LOSSES_OF_OWN_BOUNDS = ("gspo", "cispo", "sapo")
+"""The losses that have no clip of tokens: what bounds their ratios is in ``training.loss_args``."""
 _FOREIGN_ADVANTAGE = Shipped("")
 _FOREIGN_LOSS = Shipped("", Needs(whole_groups=True))
 """The needs of a loss that does not ship with libra: it may compare the trajectories of a group.

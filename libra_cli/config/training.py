@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AliasChoices, BeforeValidator, ConfigDict, Field, JsonValue
 
-from libra_cli.config.algorithms import Needs, needs_of
+from libra_cli.config.algorithms import LOSSES_OF_OWN_BOUNDS, Needs, needs_of
 from libra_cli.config.fields import STRICT, Count, Positive, Section, as_tuple
 from libra_cli.config.on_resume import MAY_CHANGE, fixed
 from libra_cli.config.only_with import not_with, only_with
@@ -415,7 +415,7 @@ class TrainingSpec(Section):
         if self.sampler_correction is not None:
             return self.sampler_correction
         of_sequences = self.loss_args.get("importance_sampling_level") == "sequence"
-        clips_no_token = of_sequences or self.loss in ("cispo", "gspo", "sapo")
+        clips_no_token = of_sequences or self.loss in LOSSES_OF_OWN_BOUNDS
         return "token_mask" if clips_no_token or self.tis_floor is not None else "token_clip"
 
     @property

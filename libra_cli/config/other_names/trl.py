@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from libra_cli.config.algorithms import LOSSES_OF_OWN_BOUNDS
 from libra_cli.config.other_names.common import (
     PROMPT_TOKENS,
     STEPS_UNKNOWN,
@@ -168,7 +169,7 @@ def _staleness(given: Given) -> Made:
         yield Setting("training.max_staleness", 0, told)
     else:
         yield Setting("training.max_staleness", bound, given.told("max_staleness"))
-        if _loss_name(given) not in ("gspo", "cispo", "sapo"):  # these have no clip of tokens
+        if _loss_name(given) not in LOSSES_OF_OWN_BOUNDS:
             told = "AsyncGRPOTrainer clips against the policy that generated"
             yield Setting("training.sampler_correction", "token_clip", told)
 
@@ -215,7 +216,7 @@ def _loss_arguments(given: Given, name: str) -> dict[str, Any]:
 
 
 def _clip(given: Given) -> Made:
-    if _loss_name(given) in ("gspo", "cispo", "sapo"):
+    if _loss_name(given) in LOSSES_OF_OWN_BOUNDS:
         return  # in loss_args
     low = given.number("epsilon")
     yield Setting("training.clip_low", low, given.told("epsilon"))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from libra_cli.config.algorithms import LOSSES_OF_OWN_BOUNDS
 from libra_cli.config.other_names.common import (
     STEPS_UNKNOWN,
     adapter,
@@ -194,8 +195,19 @@ def _clip_range(given: Given) -> tuple[float, float]:
     )
 
 
+def _is_bypass(given: Given) -> bool:
+    """Return whether PPO's clip against the policy that generated stands in place of the loss."""
+    loss_type = given.get(f"{CORRECTION}.loss_type", "ppo_clip")
+    return bool(given.get(f"{CORRECTION}.bypass_mode")) and loss_type == "ppo_clip"
+
+
+def _loss_mode(given: Given) -> Any:
+    """Return the loss that is computed: verl overwrites ``loss_mode`` under ``bypass_mode``."""
+    return "vanilla" if _is_bypass(given) else given.get(f"{ACTOR}.policy_loss.loss_mode")
+
+
 def _clip(given: Given) -> Made:
-    if given.get(f"{ACTOR}.policy_loss.loss_mode") in ("gspo", "cispo", "sapo"):
+    if _loss_mode(given) in LOSSES_OF_OWN_BOUNDS:
         return  # in loss_args
     keys = [f"{ACTOR}.{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")]
     low, high = _clip_range(given)
@@ -205,15 +217,18 @@ def _clip(given: Given) -> Made:
 
 def _loss(given: Given) -> Made:
     mode_key, average_key = f"{ACTOR}.policy_loss.loss_mode", f"{ACTOR}.loss_agg_mode"
-    mode, average = given.get(mode_key), str(given.get(average_key))
-    name = one_of({**dict.fromkeys(("gspo", "cispo", "sapo")), "vanilla": AVERAGES}, "loss")(mode)
+    mode, average = _loss_mode(given), str(given.get(average_key))
+    name = one_of({**dict.fromkeys(LOSSES_OF_OWN_BOUNDS), "vanilla": AVERAGES}, "loss")(mode)
     if name is None:
         loss = str(mode)
     elif average in AVERAGES:
         loss = AVERAGES[average]
     else:
         raise Refused(f"is {shown(average)}, and libra takes means (libra help losses)")
-    yield Setting("training.loss", loss, given.told(mode_key, average_key))
+    told = given.told(mode_key, average_key)
+    if _is_bypass(given) and given.get(mode_key) != "vanilla":
+        told = f"bypass_mode computes PPO's clip in place of {given.get(mode_key)}"
+    yield Setting("training.loss", loss, told)
     arguments = _loss_arguments(given, loss, average)
     if arguments:
         yield Setting("training.loss_args", arguments, "of verl's keys for this loss")
@@ -260,9 +275,9 @@ def _kl(given: Given) -> Made:
 
 
 def _correction(given: Given) -> Made:
-    bypass = f"{CORRECTION}.bypass_mode"
-    if given.get(bypass) and given.get(f"{CORRECTION}.loss_type", "ppo_clip") == "ppo_clip":
-        yield Setting("training.sampler_correction", "token_clip", given.told(bypass))
+    if _is_bypass(given):
+        told = given.told(f"{CORRECTION}.bypass_mode")
+        yield Setting("training.sampler_correction", "token_clip", told)
         return
     level = given.get(f"{CORRECTION}.rollout_is")
     bounds = str(given.get(f"{CORRECTION}.rollout_is_threshold", 2.0)).split("_")
@@ -470,7 +485,7 @@ _LEARNING: tuple[KeyRule, ...] = (
         f"{ACTOR}.clip_ratio_c {ACTOR}.tau_pos {ACTOR}.tau_neg",
         "training.loss training.loss_args",
         "vanilla by its mean: token-mean is dapo, seq-mean-token-mean grpo, seq-mean-token-sum "
-        "dr_grpo; gspo, cispo and sapo by name; clip_ratio_c is delta",
+        "dr_grpo; gspo, cispo, sapo by name, but vanilla with bypass_mode; clip_ratio_c is delta",
         _loss,
     ),
     joint(

@@ -263,6 +263,19 @@ def test_verl_clips_against_the_policy_that_generated_where_it_bypasses_the_othe
     assert made("ppo.yaml", settings)["training.sampler_correction"] == ours
 
 
+def test_a_loss_that_verl_s_bypass_mode_overwrites_is_not_taken_over(made):
+    asked = {"loss_mode": "gspo"}
+    bypass = {"bypass_mode": True}
+    kept = made("ppo.yaml", verl(actor_rollout_ref__actor__policy_loss=asked))
+    assert kept["training.loss"] == "gspo"
+    one = made(
+        "ppo.yaml",
+        verl(actor_rollout_ref__actor__policy_loss=asked, algorithm__rollout_correction=bypass),
+    )
+    assert (one["training.loss"], one["training.sampler_correction"]) == ("dapo", "token_clip")
+    assert (one["training.clip_low"], one["training.clip_high"]) == (0.2, 0.2)
+
+
 def test_prompts_of_verl_stay_prompts_and_minibatches_are_counted(made):
     one = made(
         "ppo.yaml",
