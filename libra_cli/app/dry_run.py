@@ -16,7 +16,7 @@ from libra_cli.config.speculative import SpeculativeSpec
 from libra_cli.core.costs.architecture import architecture_of, published
 from libra_cli.core.costs.mixtures import refused_routes
 from libra_cli.core.costs.tensor_parallel import allowed_degrees, refused_degree
-from libra_cli.core.launch.memory_table import memory_table, unfit
+from libra_cli.core.launch.memory_table import MemoryLine, memory_table, unfit
 from libra_cli.core.preflight.draft_heads import refused_drafts
 from libra_cli.core.preflight.dry_run import HostPlan, dry_run
 from libra_cli.core.preflight.families import refused_family
@@ -49,6 +49,8 @@ class DryRun:
     """How many tasks were read for each environment that has files of them, in lines."""
     versions: tuple[str, ...] = ()
     """How versions reach other hosts, where the recipe trusts an interface for it, in lines."""
+    unfit: tuple[MemoryLine, ...] = ()
+    """The kinds of processes that fit no GPU."""
     advice: tuple[str, ...] = ()
     """What would make steps faster that only the recipe can say, in sentences."""
 
@@ -84,17 +86,18 @@ def plan_of(recipe_path: Path, resume: Path | None = None) -> tuple[Recipe, DryR
     hosts = dry_run(recipe, placed=placed)
     interface, names = recipe.weight_sync.trusted_interface, [n.name for n in recipe.slot_nodes]
     versions = _told_versions(interface, node_of(found.plan.train[0]), names)
-    memory, advice = _memory_of(recipe, *placed), PlannedRun(recipe, *placed).advice_beforehand()
-    return recipe, DryRun(found.plan, hosts, memory, tasks, versions, advice)
+    memory = _memory_of(recipe, *placed)
+    advice = PlannedRun(recipe, *placed).advice_beforehand()
+    told = tuple(line.text for line in memory)
+    return recipe, DryRun(found.plan, hosts, told, tasks, versions, tuple(unfit(memory)), advice)
 
 
 def refuse_unfit(path: Path, told: DryRun) -> None:
     """Raise RecipeError if a process of the plan fits no GPU; the plan and its memory were told."""
-    found = unfit(told.memory)
-    if not found:
+    if not told.unfit:
         return
-    names = ", ".join(line.partition(", each of")[0] for line in found)
-    instead = dict.fromkeys(_SERVE if line.startswith("server") else _TRAIN for line in found)
+    names = ", ".join(line.process for line in told.unfit)
+    instead = dict.fromkeys(_SERVE if line.kind == "server" else _TRAIN for line in told.unfit)
     raise RecipeError(
         f"{path}: no GPU has the memory for: {names}",
         hint=f"{'; '.join(instead)}; then: libra run --dry-run {path}",
@@ -195,7 +198,7 @@ def _files_in(directory: Path) -> ModelFiles | None:
     return ModelFiles({one.name: (one.stat().st_size, "") for one in directory.iterdir()}, config)
 
 
-def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str, ...]:
+def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[MemoryLine, ...]:
     if recipe.model.path is None:
         return ()
     file = Path(recipe.model.path).expanduser() / "config.json"
@@ -209,7 +212,7 @@ def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str
         )
         known = published(name)
         if known is None:
-            return (f"what memory goes to is not known: {file} {problem}",)
+            return (MemoryLine(f"what memory goes to is not known: {file} {problem}"),)
         shape = known
         source = f"{file} {problem}; by what is published of {name}"
     said = f"{source}: {shape.parameters / 1e9:.1f} billion parameters"
@@ -223,4 +226,4 @@ def _memory_of(recipe: Recipe, plan: Plan, slots: tuple[Slot, ...]) -> tuple[str
     head = draft_head(speculative, shape, _files_in(file.parent), _files_in(Path(given or "-")))
     if given is not None and head is None:
         said += f"; {given} is not on this machine, and what it takes of servers is not counted"
-    return (said, *memory_table(recipe, plan, slots, shape, head))
+    return (MemoryLine(said), *memory_table(recipe, plan, slots, shape, head))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from libra_cli.config.recipe import ModelSpec, NodeSpec, Recipe
 from libra_cli.core.costs.architecture import Architecture
@@ -33,9 +33,20 @@ B300, which is sold as 288 GB."""
 CONTEXT_GIB = (24, 48, 80, 141)
 """The sizes of ``USUAL_GIB`` for which the table tells how long contexts may be."""
 
-WORKER = "gradient worker"
+RankKind = Literal["trainer", "worker"]
 NO_FIT = "DOES NOT FIT"
 """The words of a line on a process that fits no GPU of ``USUAL_GIB``."""
+
+
+class MemoryLine(NamedTuple):
+    """What memory goes to, in a line for people."""
+
+    text: str
+    process: str = ""
+    """The kind of process, as people are told; empty where a line is of none."""
+    kind: RankKind | Literal["server", ""] = ""
+    fits: bool = True
+    """Whether it fits a GPU of ``USUAL_GIB``, or needs none."""
 
 
 def memory_table(
@@ -44,7 +55,7 @@ def memory_table(
     slots: tuple[Slot, ...],
     shape: Architecture,
     head: HeadSize | None,
-) -> tuple[str, ...]:
+) -> tuple[MemoryLine, ...]:
     """Lines for people: the trainer's ranks, the gradient workers', each bucket's servers; of
     these ``head`` is what drafts."""
     known = {slot.id: slot for slot in slots}
@@ -54,17 +65,14 @@ def memory_table(
     lines += [_worker(recipe, shape, slot) for slot in workers.values()]
     buckets = {bucket.name: known[slot] for slot, bucket in plan.servers}
     lines += [_server(recipe, shape, slot, name, head) for name, slot in buckets.items()]
-    return (*lines, _transfers(recipe, shape, train))
+    return (*lines, MemoryLine(_transfers(recipe, shape, train)))
 
 
-def unfit(lines: Sequence[str]) -> list[str]:
+def unfit(lines: Sequence[MemoryLine]) -> list[MemoryLine]:
     """Return those of a table's lines whose processes fit no GPU. Where the trainer's ranks may
     share a replica in two ways, it is enough that one of them fits."""
-    found = [line for line in lines if NO_FIT in line]
-    trainer = [line for line in lines if line.startswith("trainer")]
-    if set(trainer) <= set(found):
-        return found
-    return [line for line in found if line not in trainer]
+    trainer = any(line.fits for line in lines if line.kind == "trainer")
+    return [line for line in lines if not (line.fits or (trainer and line.kind == "trainer"))]
 
 
 def _transfers(recipe: Recipe, shape: Architecture, train: list[Slot]) -> str:
@@ -81,11 +89,11 @@ def _transfers(recipe: Recipe, shape: Architecture, train: list[Slot]) -> str:
     )
 
 
-def _trainer(recipe: Recipe, shape: Architecture, train: list[Slot]) -> list[str]:
+def _trainer(recipe: Recipe, shape: Architecture, train: list[Slot]) -> list[MemoryLine]:
     """A line on its ranks; two where it depends on the hosts' GPUs who shares what."""
     sizes, world = shard_sizes(recipe, train), sum(slot.num_devices for slot in train)
     if len(sizes) == 1:
-        line = _rank(recipe, shape, train, "trainer", sizes[0])
+        line = _rank(recipe, shape, train, "trainer", "trainer", sizes[0])
         return [line, *_longest(recipe, shape, train, sizes[0])]
     names = [
         f"trainer, {world // shards} replicas of {shards} ranks"
@@ -94,12 +102,15 @@ def _trainer(recipe: Recipe, shape: Architecture, train: list[Slot]) -> list[str
         for shards in sizes
     ]
     lines = [
-        _rank(recipe, shape, train, name, shards) for name, shards in zip(names, sizes, strict=True)
+        _rank(recipe, shape, train, "trainer", name, shards)
+        for name, shards in zip(names, sizes, strict=True)
     ]
     return [*lines, *_longest(recipe, shape, train, sizes[-1])]
 
 
-def _longest(recipe: Recipe, shape: Architecture, train: list[Slot], shards: int) -> Iterator[str]:
+def _longest(
+    recipe: Recipe, shape: Architecture, train: list[Slot], shards: int
+) -> Iterator[MemoryLine]:
     """A line on the longest trajectories that GPUs have the memory for, by how many ranks share
     each forward pass; none without GPUs."""
     if not train[0].gpus:
@@ -114,9 +125,8 @@ def _longest(recipe: Recipe, shape: Architecture, train: list[Slot], shards: int
         }
         held = ", ".join(f"{size} GB {tokens:,}" for size, tokens in longest.items() if tokens)
         told.append(f"{sharing}: {held or 'none'}")
-    yield "the longest trajectory that the trainer can learn from, by training.cp_size: " + (
-        "; ".join(told)
-    )
+    longest_text = "the longest trajectory that the trainer can learn from, by training.cp_size: "
+    yield MemoryLine(longest_text + "; ".join(told))
 
 
 def _tightest(nodes: Iterable[NodeSpec]) -> NodeSpec:
@@ -134,9 +144,10 @@ def shard_sizes(recipe: Recipe, train: list[Slot]) -> list[int]:
     return sorted({dp_shard_size(recipe.training, ranks, host_fits=fit) for fit in (True, False)})
 
 
-def _worker(recipe: Recipe, shape: Architecture, slot: Slot) -> str:
+def _worker(recipe: Recipe, shape: Architecture, slot: Slot) -> MemoryLine:
     sharded = is_sharded(recipe.training, on_gpu=bool(slot.gpus))
-    return _rank(recipe, shape, [slot], WORKER, slot.num_devices if sharded else 1)
+    shards = slot.num_devices if sharded else 1
+    return _rank(recipe, shape, [slot], "worker", "gradient worker", shards)
 
 
 class RankGib(NamedTuple):
@@ -175,21 +186,29 @@ def _ranks(slots: list[Slot], shards: int) -> int:
 
 
 def _parts(
-    conditions: RankConditions, shape: Architecture, shards: int, sharing: int, name: str
+    conditions: RankConditions, shape: Architecture, shards: int, sharing: int, kind: RankKind
 ) -> dict[str, float]:
-    if name != WORKER:
+    if kind != "worker":
         return dict(conditions.use(shape, shards, sharing).parts)
     without = replace(conditions, optimizer=NO_MOMENTS).use(shape, shards, sharing)
     return {what: size for what, size in without.parts.items() if what != "update"}
 
 
-def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, shards: int) -> str:
+def _rank(
+    recipe: Recipe,
+    shape: Architecture,
+    slots: list[Slot],
+    kind: RankKind,
+    process: str,
+    shards: int,
+) -> MemoryLine:
+    name = process
     world = sum(slot.num_devices for slot in slots)
     on_gpu = bool(slots[0].gpus)
     conditions = _conditions(recipe, slots)
     sharing = conditions.sharing(shape, shards, _ranks(slots, shards))
-    parts = _parts(conditions, shape, shards, sharing, name)
-    if name != WORKER and conditions.optimizer == "adamw_offload":
+    parts = _parts(conditions, shape, shards, sharing, kind)
+    if kind != "worker" and conditions.optimizer == "adamw_offload":
         name = f"{name} (and {8 * shape.trained / shards / GIB:.1f} GiB in the host's memory)"
     if pinned := conditions.pinned_gib(shape, shards, sharing):
         most = max(slot.num_devices for slot in slots)
@@ -207,10 +226,11 @@ def _rank(recipe: Recipe, shape: Architecture, slots: list[Slot], name: str, sha
         f"{-(-conditions.tokens // sharing):,} tokens: {held:.1f} GiB = {told}"
     )
     if not on_gpu:
-        return line
+        return MemoryLine(line, process, kind)
     wanted = held + conditions.overhead_gib
     node = _tightest(recipe.node(slot.node) for slot in slots)
-    return f"{line}; {_fits(wanted, node, _keeping(conditions, shape, shards, sharing, node))}"
+    fits = _fits(wanted, node, _keeping(conditions, shape, shards, sharing, node))
+    return MemoryLine(f"{line}; {fits}", process, kind, fits=not fits.startswith(NO_FIT))
 
 
 def _keeping(
@@ -241,7 +261,7 @@ def _fits(wanted: float, node: NodeSpec, keeping: int | None) -> str:
 
 def _server(
     recipe: Recipe, shape: Architecture, slot: Slot, name: str, head: HeadSize | None
-) -> str:
+) -> MemoryLine:
     on_gpu, max_len = bool(slot.gpus), recipe.model.max_len
     width = NUMBER_BYTES[dtype_of(recipe.model, [slot])]
     degree = slot.num_devices
@@ -252,19 +272,21 @@ def _server(
     if head is not None:
         context += head.kv_bytes(width) * max_len / GIB
         drafts = f", of the head that drafts {head.bytes(width) / degree / GIB:.2f} GiB"
+    process = f"server {name}"
     line = (
-        f"server {name}, each of {degree} device{'s' * (degree > 1)}: weights {weights:.1f} GiB"
+        f"{process}, each of {degree} device{'s' * (degree > 1)}: weights {weights:.1f} GiB"
         f"{f' in {quantization}' if quantization else ''}{drafts}; "
         f"a context of {max_len:,} tokens {context:.2f} GiB"
         f"{_fp32_head(recipe.model, shape, slot)}"
     )
     node = recipe.node(slot.node)
     if node.share is not None and not on_gpu:
-        return f"{line}; its KV cache is what {node.share.rollout:g} of the memory leaves"
+        kv = f"; its KV cache is what {node.share.rollout:g} of the memory leaves"
+        return MemoryLine(f"{line}{kv}", process, "server")
     if not on_gpu:
-        return f"{line}, so rollout.kv_gib {recipe.rollout.kv_gib} holds " + _contexts(
-            recipe.rollout.kv_gib / context
-        )
+        contexts = _contexts(recipe.rollout.kv_gib / context)
+        kv = f", so rollout.kv_gib {recipe.rollout.kv_gib} holds {contexts}"
+        return MemoryLine(f"{line}{kv}", process, "server")
     rooms = {
         size: server_contexts(
             shape,
@@ -280,7 +302,8 @@ def _server(
     told = [size for size in holding if size in CONTEXT_GIB] or holding
     held = ", ".join(f"{size} GB {_contexts(rooms[size])}" for size in told)
     on = "GPUs of" if node.share is None else f"{node.share.rollout:g} of GPUs of"
-    return f"{line}; on {on} {held}" if held else f"{line}; {NO_FIT} {on} {USUAL_GIB[-1]} GB"
+    told_fit = f"on {on} {held}" if held else f"{NO_FIT} {on} {USUAL_GIB[-1]} GB"
+    return MemoryLine(f"{line}; {told_fit}", process, "server", fits=bool(held))
 
 
 def _fp32_head(model: ModelSpec, shape: Architecture, slot: Slot) -> str:
