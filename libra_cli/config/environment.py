@@ -161,6 +161,11 @@ class EnvironmentSpec(Section):
     secrets: Annotated[dict[str, SecretStr], MAY_CHANGE] = {}
     """NAME: ${VARIABLE} of the controller's environment; the factory gets them as ``secrets``."""
 
+    @property
+    def brings_tasks(self) -> bool:
+        """Whether its tasks are the same whatever the seed, which draws their order at most."""
+        return self.name in ("bfcl", "harbor", "tau2", "verifiers")
+
     def problems(self) -> Iterator[Problem]:
         """Yield a time of commands that the call would not wait for, and places by no limits."""
         auto = self.workers is not None and self.workers.episodes == "auto"
@@ -193,7 +198,8 @@ class EvaluationSpec(Section):
     with a number if needed.
     """
     environment: EnvironmentSpec | None = None
-    """The environment to play. Null: the run's own."""
+    """The environment to play. Null: the run's own; bfcl, harbor, tau2 and verifiers, which bring
+    their tasks, need one with others here."""
     tasks: Annotated[tuple[TaskSourceSpec, ...], listed("path", TaskSourceSpec)] = ()
     """Files of tasks for the run's own environment, which are not those that it trains on. None:
     its environment makes them, by the seed below."""

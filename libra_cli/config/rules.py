@@ -132,6 +132,14 @@ def _same_task_problems(key: str, recipe: Recipe) -> Iterator[Problem]:
                 "trains on: name files of others",
             )
             return
+        if environment.brings_tasks:
+            yield Problem(
+                (f"{key}.environment", f"environment[{number}].name"),
+                f"is missing, and {environment.name} plays the same tasks whatever the seed, so it "
+                "would be evaluated on those that it trains on: name one with others, for example "
+                f"another split ({key}.environment.args)",
+            )
+            return
 
 
 def _worker_problems(recipe: Recipe) -> Iterator[Problem]:

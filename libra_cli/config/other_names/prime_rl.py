@@ -160,7 +160,7 @@ def _filtered(given: Given) -> Made:
     online = "orchestrator.buffer.online_difficulty_filtering"
     gates = [
         gate.get("type")
-        for source in _sources(given)
+        for source in _sources(given, "train")
         for gate in ((source.get("curriculum") or {}).get("gates") or {}).values()
     ]
     if given.get(online) or "advantage_range" in gates:
@@ -244,15 +244,24 @@ def _gpus(given: Given, listed: str, counted: str) -> int:
     return len(ids) if isinstance(ids, list) else int(given.number(counted, 1))
 
 
-def _sources(given: Given) -> list[dict[str, Any]]:
-    found = given.get("orchestrator.train.source") or []
+def _sources(given: Given, part: str) -> list[dict[str, Any]]:
+    found = given.get(f"orchestrator.{part}.source") or []
     return [one for one in found if isinstance(one, dict)]
 
 
-def _environment(given: Given) -> Made:
-    tasksets = [(one.get("env") or {}).get("taskset") for one in _sources(given)]
+def _played_by(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The environments of the sources; none if one of them is not a taskset of verifiers."""
+    tasksets = [(one.get("env") or {}).get("taskset") for one in sources]
     named = [one for one in tasksets if isinstance(one, dict) and one.get("id")]
-    if not named or len(named) < len(tasksets):
+    if len(named) < len(sources):
+        return []
+    return [_played(*pair) for pair in zip(sources, named, strict=True)]
+
+
+def _environment(given: Given) -> Made:
+    sources = _sources(given, "train")
+    played = _played_by(sources)
+    if not played:
         yield from stand_in("in place of yours (libra help adapters, environments)")
         yield LeftOut(
             "orchestrator.train.source",
@@ -261,13 +270,10 @@ def _environment(given: Given) -> Made:
             "environment: {name: verifiers, args: {taskset: ID}} (libra help adapters)",
         )
         return
-    played = [
-        _played(source, taskset) for source, taskset in zip(_sources(given), named, strict=True)
-    ]
     yield Setting("environment", played, "install verifiers and the tasksets on the controller")
     told = "a taskset brings its loop, its tools and its rewards"
     yield Setting("agent", {"function": "libra_cli.envs.adapters.verifiers:agent"}, told)
-    for source in _sources(given):
+    for source in sources:
         yield from _unplayed(source)
 
 
@@ -299,22 +305,29 @@ def _unplayed(source: dict[str, Any]) -> Made:
 
 
 def _evaluation(given: Given) -> Made:
-    interval = given.get("orchestrator.eval.interval", 100)
-    played = [one.get("name") for one in given.get("orchestrator.eval.source") or ()]
-    one: dict[str, Any] = {"every": int(interval)}
+    one: dict[str, Any] = {"every": int(given.get("orchestrator.eval.interval", 100))}
     for theirs, ours in (("group_size", "samples"), ("num_examples", "num_tasks")):
         value = every(given.get(f"orchestrator.eval.{theirs}"))
         if value is not None:
             one[ours] = value
     if given.get("orchestrator.eval.skip_first_step"):
         one["at_start"] = False
-    yield Setting("evaluation", [one], "of the environment above, on tasks of its own")
+    sources = _sources(given, "eval")
+    own = _played_by(_sources(given, "train"))
+    played = _played_by(sources) if own else []
     if played:
+        told = given.told("orchestrator.eval.source")
+        yield Setting("evaluation", [one | {"environment": each} for each in played], told)
+        return
+    if not own:
+        yield Setting("evaluation", [one], "of the environment above, on tasks of its own")
+    if own or sources:
+        named = ", ".join(str(source.get("name")) for source in sources)
         yield LeftOut(
             "orchestrator.eval.source",
             Why.BRING,
-            f"names {', '.join(map(str, played))}: name them in evaluation[].environment, or their "
-            "tasks in evaluation[].tasks (libra help evaluation)",
+            f"names {named or 'none'}: name yours in evaluation[].environment, or their tasks in "
+            "evaluation[].tasks (libra help evaluation)",
         )
 
 
@@ -497,7 +510,7 @@ _RL: tuple[KeyRule, ...] = (
         "orchestrator.eval.interval orchestrator.eval.group_size orchestrator.eval.num_examples "
         "orchestrator.eval.skip_first_step orchestrator.eval.source",
         "evaluation",
-        "the same of the run's own environment",
+        "the same of each source, a taskset of verifiers",
         _evaluation,
         always=False,
     ),

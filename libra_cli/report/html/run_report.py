@@ -212,7 +212,7 @@ def _evaluation_charts(
             ("a", "line", "pass@1, with its 95 % interval"),
             ("b", "line", "training reward, smoothed"),
         )
-        unit = f"{done[-1].tasks} tasks, {done[-1].samples} samples each, never trained on"
+        unit = f"{done[-1].tasks} tasks, {done[-1].samples} samples each"
         charts.append(_wide(f"Evaluation {name}", unit, series, keys))
     return charts
 

@@ -458,6 +458,19 @@ def test_a_taskset_is_played_by_its_own_loop(made):
     assert one["agent.function"] == "libra_cli.envs.adapters.verifiers:agent"
 
 
+def test_evaluations_of_prime_rl_play_their_own_tasksets(made):
+    asked = "[orchestrator.eval]\ninterval = 25\ngroup_size = 2\n"
+    held = '[[orchestrator.eval.source]]\nname = "held"\n'
+    held += '[orchestrator.eval.source.env.taskset]\nid = "wiki-held"\n'
+    one = made("rl.toml", RL + asked + held)
+    played = {"name": "verifiers", "args": {"taskset": "wiki-held"}, "label": "held"}
+    assert one["evaluation"] == [{"every": 25, "samples": 2, "environment": played}]
+    assert one.told.problems == ""
+    alone = made("rl.toml", RL + asked)
+    assert "evaluation" not in alone.recipe
+    assert alone.why["orchestrator.eval.source"] is Why.BRING
+
+
 def test_an_environment_of_the_old_verifiers_is_to_be_brought(made):
     old = "[orchestrator]\nbatch_size = 64\nrollouts_per_example = 8\n"
     old += '[[orchestrator.env]]\nid = "gsm8k"\n'
