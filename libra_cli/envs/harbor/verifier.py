@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,12 @@ from libra_cli.envs.harbor.task_sandbox import TaskSandbox, said
 LOGS = "/logs/verifier"
 TESTS = "/tests"
 SOLUTION = "/solution"
+_CLEAR = (
+    f"chmod u+rwx {posixpath.dirname(LOGS)} 2>/dev/null\n"
+    f"chmod -R u+rwX {TESTS} {LOGS} 2>/dev/null\n"
+    f"rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS}"
+)
+"""No process of a sandbox has capabilities, so that one that is root needs modes as others do."""
 _LARGEST = 1 << 20
 """Bytes of a file with rewards."""
 _LAST_WORDS = 2000
@@ -71,11 +78,12 @@ def rolled_up(results: Sequence[VerifierResult], *, only_final: bool) -> Verifie
 
 
 def verify(task: HarborTask, inside: TaskSandbox, variables: Mapping[str, str]) -> VerifierResult:
-    """Copy the tests in, run ``test.sh`` and read what it wrote."""
-    inside.run(f"rm -rf {TESTS} {LOGS} && mkdir -p {TESTS} {LOGS}")
-    for tests in (task.shared_tests, task.tests):
-        if tests is not None and tests.is_dir():
-            inside.put(tests, TESTS)
+    """Copy the tests in, run ``test.sh`` and read what it wrote.
+
+    Only the model can have kept the tests out of its sandbox, so that it has no reward then.
+    """
+    if kept_out := _copied(task, inside):
+        return VerifierResult(said=kept_out)
     script = f"chmod +x {TESTS}/test.sh; {TESTS}/test.sh > {LOGS}/test-stdout.txt 2>&1"
     done = inside.run(script, env=variables, timeout_s=task.verifier_timeout_s)
     words = inside.run(f"tail -c {_LAST_WORDS} {LOGS}/test-stdout.txt").stdout.strip()
@@ -88,6 +96,20 @@ def verify(task: HarborTask, inside: TaskSandbox, variables: Mapping[str, str]) 
         return VerifierResult(_rewards(inside), words)
     except ValueError as error:
         return VerifierResult(said=f"{words}\n({error})".strip())
+
+
+def _copied(task: HarborTask, inside: TaskSandbox) -> str:
+    """Copy the tests in, beside an empty directory of logs; return why that failed, if it did."""
+    done = inside.run(_CLEAR)
+    if done.code:
+        return f"{TESTS} and {LOGS} cannot be emptied: {said(done) or done.code}"
+    try:
+        for tests in (task.shared_tests, task.tests):
+            if tests is not None and tests.is_dir():
+                inside.put(tests, TESTS)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def solve(task: HarborTask, inside: TaskSandbox, variables: Mapping[str, str]) -> str:

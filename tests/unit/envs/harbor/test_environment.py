@@ -182,6 +182,41 @@ def test_a_reward_that_the_agent_wrote_does_not_count(begin: Begin) -> None:
     assert environment.score("") == 0.0
 
 
+@pytest.mark.parametrize("kept", ["verifier", "verifier/deep", ""])
+def test_a_reward_that_the_agent_wrote_and_locked_does_not_count(begin: Begin, kept: str) -> None:
+    forged = "touch deep/x; echo '{\"reward\": 1}' > reward.json"
+    lock = f"mkdir -p /logs/verifier/deep; (cd /logs/verifier; {forged}); chmod 555 /logs/{kept}"
+    environment = begin()
+    bash(environment, lock)
+    assert environment.score("") == 0.0
+    honest = begin()
+    bash(honest, f"{lock}; echo yes > done.txt")
+    assert honest.score("") == 1.0, "the tests have been run"
+
+
+def test_a_locked_place_of_the_tests_is_no_reason_to_play_again(begin: Begin) -> None:
+    environment = begin()
+    bash(environment, "mkdir /tests; touch /tests/test.sh; chmod 555 /tests; echo yes > done.txt")
+    assert environment.score("") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("rm -rf /logs; echo > /logs", "/tests and /logs/verifier cannot be emptied: "),
+        ("cat /dev/zero > full", "files cannot be copied to /tests: "),
+    ],
+)
+def test_an_agent_that_keeps_the_tests_out_has_no_reward(
+    begin: Begin, command: str, said: str
+) -> None:
+    environment = begin(sandbox=Sandboxes(SandboxSpec(limits=SandboxLimits(disk_mb=4))))
+    bash(environment, f"echo yes > done.txt; {command}")
+    assert environment.score("") == 0.0
+    assert environment.metrics() == {"verified": 0.0}
+    assert environment.said.startswith(said)
+
+
 def test_variables_come_from_the_recipe_or_have_a_default(begin: Begin) -> None:
     environment = begin(variables={"WORD": "other"})
     environment.solve()
