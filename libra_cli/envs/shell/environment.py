@@ -6,7 +6,8 @@ A row of the tasks file:
     setup          a command, or several, run before the model begins; none may fail
     files          {PATH: TEXT} that the sandbox begins with
     check          a command that runs once the model is done; exit code 0 is a reward of 1
-    check_files    {PATH: TEXT} that are written right before the check, and the model never sees
+    check_files    {PATH: TEXT} that are written right before the check, and the model never sees;
+                   what it has put in their place goes, or else it has no reward
     reward_file    a path: the check writes a number into it, which is the reward instead
 
 Relative paths are of the directory in which everything begins, ``/work``. What the check says is
@@ -93,7 +94,11 @@ class ShellTasks:
             raise _wrong(task, "a row needs an instruction and a check")
         sandbox = self._sandbox = self._sandboxes.open()
         self._tools = SandboxTools(sandbox, self._names, text=self._text)
-        self._write("files")
+        for path, data in self._files("files").items():
+            try:
+                sandbox.write(path, data)
+            except OSError as error:
+                raise _wrong(task, f"{path}: {error.strerror}") from error
         for command in _texts(task, "setup"):
             done = sandbox.run(command)
             if done.code:
@@ -121,7 +126,8 @@ class ShellTasks:
         sandbox = self._playing
         if not self._keep_processes:
             sandbox.end_processes()
-        self._write("check_files")
+        if not self._has_check_files():
+            return 0.0
         codes = [sandbox.run(command).code for command in _texts(self._task, "check")]
         self._passed = not any(codes)
         path = self._task.get("reward_file")
@@ -141,14 +147,24 @@ class ShellTasks:
         assert self._sandbox is not None
         return self._sandbox
 
-    def _write(self, key: str) -> None:
-        for path, text in (self._task.get(key) or {}).items():
-            try:
-                self._playing.write(path, str(text).encode(errors="surrogateescape"))
-            except OSError as error:
-                if key == "files":
-                    raise _wrong(self._task, f"{path}: {error.strerror}") from error
-                # Else the model has put something in the way, and the check will say so.
+    def _files(self, key: str) -> dict[str, bytes]:
+        files = self._task.get(key) or {}
+        return {path: str(text).encode(errors="surrogateescape") for path, text in files.items()}
+
+    def _has_check_files(self) -> bool:
+        """Write the check's files in place of the model's, and say whether they are there.
+
+        Only the model can be why they are not; by a link one of them could be another of them.
+        """
+        sandbox, files = self._playing, self._files("check_files")
+        if files and sandbox.run(["rm", "-f", "--", *files]).code:
+            return False
+        try:
+            for path, data in files.items():
+                sandbox.write(path, data)
+            return all(sandbox.read(path, len(data) + 1) == data for path, data in files.items())
+        except OSError:
+            return False
 
     def _reward_in(self, path: str) -> float:
         try:

@@ -65,6 +65,31 @@ def test_what_is_in_the_way_of_the_check_counts_against_the_model(shell: ShellTa
     assert shell.score("done") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("command", "check"),
+    [
+        ("touch hidden.py; chmod 444 hidden.py", "hidden.py"),
+        ("touch hidden.py; chmod 444 hidden.py; chmod 555 .", "hidden.py"),
+        ("ln -s expected hidden.py", "hidden.py"),
+        ("touch expected; ln expected hidden.py", "hidden.py"),
+        ("ln -s . tests", "tests/expected"),
+    ],
+)
+def test_the_check_is_of_its_files_whatever_the_model_puts_there(command: str, check: str) -> None:
+    files = {"hidden.py": "exit(1)", "tests/expected": "exit(1)", "expected": "5"}
+    shell = ShellTasks()
+    shell.reset({"instruction": "x", "check": f"python3 {check}", "check_files": files}, 0)
+    call(shell, "bash", command=command)
+    assert shell.score("done") == 0.0
+    assert shell.metrics() == {"passed": 0.0}
+    shell.close()
+
+
+def test_files_of_the_model_make_way_for_those_of_the_check(shell: ShellTasks) -> None:
+    call(shell, "bash", command="echo 5 > x; echo no > hidden.py; chmod 444 hidden.py")
+    assert shell.score("done") == 1.0
+
+
 def test_the_editor_views_creates_and_replaces(shell: ShellTasks) -> None:
     def edit(command: str, path: str = "in/a", **rest: Any) -> str:
         return call(shell, "editor", command=command, path=path, **rest)
