@@ -8,7 +8,8 @@ A row of the tasks file:
     check          a command that runs once the model is done; exit code 0 is a reward of 1
     check_files    {PATH: TEXT} that are written right before the check, and the model never sees;
                    what it has put in their place goes, or else it has no reward
-    reward_file    a path: the check writes a number into it, which is the reward instead
+    reward_file    a path: the check writes a number into it, which is the reward instead, unless
+                   the check takes too long; what lies there before it goes
 
 Relative paths are of the directory in which everything begins, ``/work``. What the check says is
 kept from the model, and what the model has left running is ended before it. The tools are ``bash``,
@@ -118,20 +119,18 @@ class ShellTasks:
         return AgentPlace(self._playing, self._playing.work)
 
     def score(self, answer: str) -> float:
-        """Write the check's files, run it, and return the reward: 1 if it exits with code 0.
-
-        Raises:
-            EnvironmentBroken: there is no number in the row's ``reward_file``.
-        """
+        """Write the check's files, run it, and return the reward: 1 if it exits with code 0."""
         sandbox = self._playing
         if not self._keep_processes:
             sandbox.end_processes()
-        if not self._has_check_files():
+        if not self._is_ready():
             return 0.0
-        codes = [sandbox.run(command).code for command in _texts(self._task, "check")]
-        self._passed = not any(codes)
+        done = [sandbox.run(command) for command in _texts(self._task, "check")]
+        self._passed = not any(one.code or one.timed_out for one in done)
         path = self._task.get("reward_file")
-        return self._reward_in(str(path)) if path else float(self._passed)
+        if path and not any(one.timed_out for one in done):
+            return self._reward_in(str(path))
+        return float(self._passed)
 
     def metrics(self) -> Mapping[str, float]:
         """Return whether the check has passed."""
@@ -151,13 +150,15 @@ class ShellTasks:
         files = self._task.get(key) or {}
         return {path: str(text).encode(errors="surrogateescape") for path, text in files.items()}
 
-    def _has_check_files(self) -> bool:
-        """Write the check's files in place of the model's, and say whether they are there.
+    def _is_ready(self) -> bool:
+        """Write the check's files in place of the model's, and say whether all is as it should be.
 
-        Only the model can be why they are not; by a link one of them could be another of them.
+        Only the model can be why it is not; by a link one of them could be another of them. What
+        lies where the check writes its reward goes, or it would count if the check cannot write.
         """
         sandbox, files = self._playing, self._files("check_files")
-        if files and sandbox.run(["rm", "-f", "--", *files]).code:
+        old = [*files, *_texts(self._task, "reward_file")]
+        if old and sandbox.run(["rm", "-f", "--", *old]).code:
             return False
         try:
             for path, data in files.items():

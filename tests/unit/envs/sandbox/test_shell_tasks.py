@@ -126,6 +126,26 @@ def test_a_reward_is_read_from_a_file() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "check", "reward"),
+    [
+        ("echo 9 > r; chmod 444 r", "echo 0.5 > r", 0.5),
+        ("echo 9 > r", "exit 1", 0.0),
+        ("echo 9 > r; chmod 555 .", "echo 0.5 > r", 0.0),
+        ("mkdir r", "echo 0.5 > r", 0.0),
+        ("true", "echo 9 > r; sleep 60", 0.0),
+    ],
+)
+def test_a_reward_is_the_checks_own_and_that_of_a_check_that_ends(
+    command: str, check: str, reward: float
+) -> None:
+    shell = ShellTasks(Sandboxes(SandboxSpec(limits=SandboxLimits(time_s=1.0))))
+    shell.reset({"instruction": "x", "check": check, "reward_file": "r"}, 0)
+    call(shell, "bash", command=command)
+    assert shell.score("") == reward
+    shell.close()
+
+
+@pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"instruction": "x"}, "needs an instruction and a check"),
