@@ -10,7 +10,9 @@ took as long as there is between the answer and the request. A request that leav
 (``matching``) begins a branch.
 
 The agent's own reward counts: what its function returns, or what is posted. Without one, the
-environment scores the text of the last turn and its conversation. An agent that raises, ends with
+environment scores the text of the last turn and its conversation. Of an agent in a sandbox the
+environment always does, and the lower reward counts: what the model runs there has the agent's key,
+and could post one for it. An agent that raises, ends with
 another exit status than 0, is silent for ``agent.timeout_s`` or ends without a single turn has
 failed, and a failure is never a reward: the trajectory is played again. Only where it was refused
 something, for a limit, is its failure an end like any other.
@@ -259,13 +261,14 @@ class AgentEpisodes:
         _check_wanted(play)  # the environment is closed with it
         if end.error is not None and not play.limited:
             raise _failed(play, end.error)
-        reward = play.reward if end.reward is None else end.reward
-        if reward is not None and isfinite(reward):
-            return TurnResult(array("i"), (), done=True, reward=reward)
-        if reward is not None:
-            raise AgentFailed(f"the agent's reward is {reward}")
+        told = play.reward if end.reward is None else end.reward
+        if told is not None and not isfinite(told):
+            raise AgentFailed(f"the agent's reward is {told}")
+        if told is not None and not self._spec.in_sandbox:
+            return TurnResult(array("i"), (), done=True, reward=told)
         scored = await self.tasks.score(trajectory, play.text, play.conversation)
-        return TurnResult(array("i"), (), done=True, reward=scored.reward, metrics=scored.metrics)
+        reward = scored.reward if told is None else min(told, scored.reward)
+        return TurnResult(array("i"), (), done=True, reward=reward, metrics=scored.metrics)
 
     def forget(self, trajectory: TrajectoryId) -> None:
         """End the agent, if there is one, and close the environment."""

@@ -323,7 +323,7 @@ class EnclosedRunner:
         self._permits = asyncio.Semaphore(spec.concurrency)
 
     async def run(self, job: AgentJob, taken: asyncio.Event) -> float | None:
-        """Run the command to its end; its reward is posted, if there is one.
+        """Run the command to its end; a reward that it posts can only lower the environment's.
 
         Raises:
             AgentFailed: it cannot be started, did not exit with 0, or printed too much.

@@ -78,6 +78,22 @@ def test_what_an_agent_does_in_the_sandbox_is_scored(played):
     assert result.reward == 0.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "posted", "reward"), [(41, 1.0, 0.0), (42, 2.0, 1.0), (42, 0.0, 0.0)]
+)
+def test_a_reward_that_is_posted_from_the_sandbox_can_only_lower_what_is_scored(
+    played, answer, posted, reward
+):
+    """The model may have posted it, by a command."""
+    script = f"""
+do(turn())
+post(os.environ["LIBRA_REWARD_URL"], {{"reward": {posted}}})
+"""
+    _, result = played(f"echo {answer} > answer", script=script)
+    assert (result.done, result.reward) == (True, reward)
+    assert result.metrics == {"passed": float(answer == 42)}
+
+
 def test_it_reaches_the_endpoint_and_nothing_else(played, tmp_path):
     script = f"""
 import socket
