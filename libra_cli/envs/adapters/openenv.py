@@ -96,15 +96,25 @@ class OpenEnvEpisode:
         return self._messages(task, _shown(seen["observation"]))
 
     async def step(self, call: ToolCall) -> StepResult:
-        """Call a tool of the server, or act."""
+        """Call a tool of the server, or act.
+
+        Raises:
+            ToolFailed: the tool failed, and the server gave no reward and no end with that.
+            EnvironmentBroken: the server cannot answer.
+        """
         if self._lists_tools:
             arguments = dict(call.arguments)
             action = {"type": "call_tool", "tool_name": call.name, "arguments": arguments}
         else:
             action = dict(call.arguments)
         seen = await self._server.ask("step", action)
-        earned = self._earned(seen)
-        return StepResult(_result(seen["observation"]), earned, done=bool(seen["done"]))
+        earned, done = self._earned(seen), bool(seen["done"])
+        try:
+            return StepResult(_result(seen["observation"]), earned, done)
+        except ToolFailed as error:
+            if not (earned or done):
+                raise
+            return StepResult(str(error), earned, done)
 
     async def reply(self, text: str) -> Reply | None:
         """Act with the text of a turn, if turns are actions; else the turn is the answer."""

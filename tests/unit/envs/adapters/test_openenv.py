@@ -6,7 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from aiohttp import web
@@ -14,7 +14,7 @@ from aiohttp import web
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.adapters.openenv import OpenEnvEpisode
-from libra_cli.envs.protocol import Environment, ToolCall
+from libra_cli.envs.protocol import Environment, StepResult, ToolCall, ToolFailed
 from libra_cli.runtime.episodes.calls import CallLine
 from libra_cli.runtime.episodes.places import EnvironmentSource
 from tests.openenv.episodes import PLAYED, closed
@@ -123,6 +123,59 @@ def test_words_that_the_server_finds_malformed_are_an_error_that_the_model_reads
             assert await episode.score("") == 0.0
 
     asyncio.run(play())
+
+
+class Failing(Leaver):
+    """Has a tool that fails, with a reward or the end of the episode."""
+
+    schema: Any = MappingProxyType({"action": {}})
+
+    def __init__(self, observation: dict[str, Any], reward: float | None, done: bool) -> None:
+        self._answers = [
+            {"observation": {}, "reward": None, "done": False},
+            {"observation": {"tools": []}, "reward": None, "done": False},
+            {"observation": observation, "reward": reward, "done": done},
+        ]
+
+    async def talk(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        for answer in self._answers:
+            await socket.receive()
+            await socket.send_json({"type": "observation", "data": answer})
+        return socket
+
+
+def stepped(server: Failing, rewards: Literal["sum", "last"] = "sum") -> StepResult:
+    """Return what the tool that fails comes to."""
+
+    async def play() -> StepResult:
+        async with (
+            served(server) as url,  # type: ignore[arg-type]
+            closed(OpenEnvEpisode(url, rewards)) as episode,
+        ):
+            await episode.reset({}, 0)
+            return await episode.step(ToolCall("dig", {}))
+
+    return asyncio.run(play())
+
+
+REFUSED = {"tool_name": "dig", "error": {"error_type": "execution_error", "message": "too deep"}}
+ANSWERED = {
+    "tool_name": "dig",
+    "result": {"content": [{"type": "text", "text": "too deep"}], "is_error": True},
+}
+
+
+@pytest.mark.parametrize("observation", [REFUSED, ANSWERED])
+def test_the_reward_and_the_end_of_a_tool_that_failed_count(observation: dict[str, Any]) -> None:
+    assert stepped(Failing(observation, -0.1, done=True)) == StepResult("too deep", -0.1, True)
+    assert stepped(Failing(observation, -0.1, done=False)) == StepResult("too deep", -0.1)
+    assert stepped(Failing(observation, 0.5, done=True), "last") == StepResult(
+        "too deep", done=True
+    )
+    with pytest.raises(ToolFailed, match="too deep"):
+        stepped(Failing(observation, 0.0, done=False))
 
 
 def test_a_server_that_is_not_there_is_told_with_what_to_type() -> None:
