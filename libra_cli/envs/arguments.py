@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -42,11 +43,13 @@ def key_of(
     if name is None:
         return None
     if name not in secrets:
-        variable = f"{argument.upper()}_KEY"
+        variable = re.sub(r"\W", "_", f"{argument.upper()}_KEY", flags=re.ASCII)
+        args = f"{{api_key: {variable}}}"
+        for key in reversed(argument.split(".", 1)):
+            args = f"{{{key}: {args}}}"
         raise EnvironmentBroken(
             f"environment {environment!r}: {argument}.api_key is the name of none of its secrets "
             f"({', '.join(secrets) or 'it has none'})",
-            hint=f'environment: {{secrets: {{{variable}: "${{{variable}}}"}}, '
-            f"args: {{{argument}: {{api_key: {variable}}}}}}}",
+            hint=f'environment: {{secrets: {{{variable}: "${{{variable}}}"}}, args: {args}}}',
         )
     return secrets[name]

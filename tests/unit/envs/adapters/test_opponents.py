@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.adapters.opponents import WithOpponents
@@ -245,6 +246,21 @@ def test_what_cannot_be_played_so_is_refused(
     monkeypatch.setitem(sys.modules, MODULE, module)
     with pytest.raises(EnvironmentBroken, match=said):
         WithOpponents(environment, opponents)
+
+
+def test_the_key_of_an_opponent_is_asked_for_in_words_that_a_recipe_takes(
+    game: Callable[..., WithOpponents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Count, "roles", ("a", "left-hand"))
+    opponents = {"left-hand": {"url": "http://x", "model": "m", "api_key": "none"}}
+    with pytest.raises(EnvironmentBroken, match=r"opponents\.left-hand\.api_key is") as caught:
+        WithOpponents(f"{MODULE}:Count", opponents, secrets={"KEY": "word"})
+    assert yaml.safe_load(caught.value.hint) == {
+        "environment": {
+            "secrets": {"OPPONENTS_LEFT_HAND_KEY": "${OPPONENTS_LEFT_HAND_KEY}"},
+            "args": {"opponents": {"left-hand": {"api_key": "OPPONENTS_LEFT_HAND_KEY"}}},
+        }
+    }
 
 
 def test_real_games_are_played_to_their_end(chat: Chat) -> None:
