@@ -119,7 +119,7 @@ def _root(base: Fraction, exponent: Fraction) -> Fraction:
         raise ToolFailed("a root of a negative number")
     try:
         approximate = float(base) ** float(exponent)
-    except OverflowError as error:
+    except (OverflowError, ZeroDivisionError) as error:  # a tiny base is 0.0 as a float
         raise ToolFailed("the result is too large") from error
     # 9 ** 0.5 is 3 and not 3.0000000000000004; 2 ** 0.5 has no exact value.
     near = Fraction(approximate).limit_denominator(10**6)
