@@ -27,7 +27,8 @@ _NUMBER = re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?$")
 _REFERENCE = re.compile(r"^\$\{(?:oc\.select:)?([\w.]+)(?:,\s*([^{}]*))?\}$")
 _OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_]\w*(?:\.[\w@]+)+)=(.*)$", re.DOTALL)
 _VERL = re.compile(r"\bverl\.|\bmain_ppo\b|\bmain_dapo\b")
-WORDS = {"true": True, "false": False, "null": None, "none": None, "~": None}
+WORDS = {"true": True, "false": False, "null": None, "~": None}
+"""Texts that are values, in any case. None of Python is one too, and TRL's ``none`` is a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +100,10 @@ def _plain(value: Any) -> Any:
         return [_plain(one) for one in value]
     if not isinstance(value, str):
         return value
-    if value.strip().lower() in WORDS:
-        return WORDS[value.strip().lower()]
-    if not _NUMBER.match(value.strip()):
+    word = value.strip()
+    if word == "None" or word.lower() in WORDS:
+        return WORDS.get(word.lower())
+    if not _NUMBER.match(word):
         return value
     return float(value) if re.search(r"[.eE]", value) else int(value)
 

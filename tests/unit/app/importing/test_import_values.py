@@ -227,6 +227,14 @@ def test_the_arguments_of_a_command_line(made):
     assert one["training.groups_per_step"] == 4
 
 
+@pytest.mark.parametrize("scale", ["none", "batch", False])
+def test_a_scale_of_trl_that_divides_by_nothing_is_written(made, scale: str | bool):
+    one = made("grpo.yaml", {"num_generations": 8, "scale_rewards": scale, "top_p": "None"})
+    assert one["training.scale_rewards"] == scale
+    assert "top_p" not in one.why
+    assert one.told.problems == ""
+
+
 @pytest.mark.parametrize("name", ["dpo.yaml", "kto.yaml"])
 def test_algorithms_that_libra_has_not_are_refused(made, name):
     with pytest.raises(LibraError, match="libra trains by GRPO"):
