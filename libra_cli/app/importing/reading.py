@@ -88,7 +88,8 @@ def _read(path: Path, text: str, kind: str) -> Source:
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in data.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and value and not key.endswith("kwargs"):
+        is_argument = key.endswith("kwargs") and not prefix  # TRL's are; verl's are sections
+        if isinstance(value, dict) and value and not is_argument:
             yield from _flat(value, f"{key}.")
         else:
             yield key, _plain(value)

@@ -395,6 +395,23 @@ def test_files_of_verl_are_named_to_be_read_as_they_are(made):
     assert one.told.problems == ""
 
 
+def test_sections_of_verl_that_end_in_kwargs_are_read(made):
+    sampled = {"n": 16, "do_sample": True, "temperature": 0.6, "top_p": 0.7}
+    buffer = {"enable": True, "len": 4096, "penalty_factor": 1.0}
+    one = made(
+        "ppo.yaml",
+        verl(
+            trainer__test_freq=5,
+            actor_rollout_ref__rollout__val_kwargs=sampled,
+            reward_model__reward_kwargs__overlong_buffer_cfg=buffer,
+            data__max_response_length=8192,
+        ),
+    )
+    assert one["evaluation"] == [{"every": 5, "samples": 16, "temperature": 0.6, "top_p": 0.7}]
+    assert one["rollout.overlong"] == {"penalty": 1.0, "buffer": 4096}
+    assert one.told.problems == ""
+
+
 def test_the_share_of_memory_of_servers_that_share_gpus_is_left_out(made):
     one = made("ppo.yaml", verl(actor_rollout_ref__rollout__gpu_memory_utilization=0.5))
     assert one["rollout.gpu_memory"] is None
