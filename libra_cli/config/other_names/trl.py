@@ -70,6 +70,7 @@ _PLAYED = {
     "beta": 0.0,
     "loss_type": "dapo",
     "max_completion_length": 512,
+    "vllm_importance_sampling_clip_max": 3.0,
 }
 SCHEDULES = {
     "constant": "constant",
@@ -231,19 +232,29 @@ def _importance(given: Given) -> Made:
     if given.get("vllm_importance_sampling_correction") is False:
         yield Setting("training.sampler_correction", "none", "as given")
         return
-    caps = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
-    low, key = "vllm_importance_sampling_clip_min", "vllm_importance_sampling_mode"
-    if not any(one in given for one in (key, low, *caps)):
+    key = "vllm_importance_sampling_mode"
+    if not any(one in given for one in (key, _FLOOR, *_CAPS)):
         return
     mode = str(given.get(key, "sequence_mask"))
     yield Setting("training.sampler_correction", mode, given.told(key))
-    for one in caps:
-        if one in given:
-            yield Setting("training.tis_cap", given.number(one), given.told(one))
-    if low in given and mode.endswith("mask"):
-        yield Setting("training.tis_floor", given.number(low), given.told(low))
-    elif low in given:
-        yield LeftOut(low, Why.MISSING, "libra bounds a truncated weight above only")
+    yield from _bounds_of_weights(given, mode)
+
+
+_CAPS = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
+_FLOOR = "vllm_importance_sampling_clip_min"
+
+
+def _bounds_of_weights(given: Given, mode: str) -> Made:
+    """TRL's bounds where none are given, too: libra's defaults are others, by the mode."""
+    cap = next((key for key in _CAPS if key in given), _CAPS[-1])
+    if cap in given or cap not in given.values:
+        yield Setting("training.tis_cap", given.number(cap), given.told(cap))
+    else:
+        yield LeftOut(cap, Why.MISSING, "is null, and libra bounds every weight: training.tis_cap")
+    if mode.endswith("mask"):
+        yield Setting("training.tis_floor", given.number(_FLOOR), given.told(_FLOOR))
+    elif _FLOOR in given:
+        yield LeftOut(_FLOOR, Why.MISSING, "libra bounds a truncated weight above only")
 
 
 def _schedule(given: Given) -> Made:
@@ -483,7 +494,8 @@ _PLAYED_RULES: tuple[KeyRule, ...] = (
         "vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
         "vllm_importance_sampling_clip_min",
         "training.sampler_correction training.tis_cap training.tis_floor",
-        "the same where given; TRL's default of it is not carried over",
+        "the same where one is given, between TRL's bounds (0 and 3); TRL's default of the mode is "
+        "not carried over",
         _importance,
         always=False,
     ),

@@ -105,6 +105,24 @@ def test_bounds_of_weights_of_trl_keep_its_way_of_applying_them(made, mode, corr
     assert one.told.problems == ""
 
 
+@pytest.mark.parametrize(
+    ("bounds", "cap", "floor"),
+    [
+        ({"mode": "token_mask"}, 3.0, 0),
+        ({"mode": "token_truncate"}, 3.0, None),
+        ({"mode": "sequence_mask", "cap": 2.5}, 2.5, 0),
+        ({"clip_min": 0.2}, 3.0, 0.2),
+        ({"mode": "token_mask", "clip_max": None}, None, 0),
+    ],
+)
+def test_bounds_of_weights_that_trl_is_not_given_are_its_own(made, bounds, cap, floor):
+    settings = {f"vllm_importance_sampling_{key}": value for key, value in bounds.items()}
+    one = made("grpo.yaml", {"num_generations": 8, **settings})
+    assert (one["training.tis_cap"], one["training.tis_floor"]) == (cap, floor)
+    assert ("vllm_importance_sampling_clip_max" in one.why) == (cap is None)
+    assert one.told.problems == ""
+
+
 @pytest.mark.parametrize(("loss", "ours"), [("dapo", "token_clip"), ("cispo", None)])
 def test_the_asynchronous_trainer_of_trl_clips_against_the_policy_that_generated(made, loss, ours):
     one = made("train_async_grpo.yaml", {"num_generations": 8, "loss_type": loss})
