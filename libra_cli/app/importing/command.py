@@ -60,7 +60,8 @@ def import_recipe(order: ImportOrder) -> Imported:
     sources = [read(path) for path in order.files]
     trainer = order.trainer or trainer_of(sources[0])
     table, values = table_of(trainer, sources)
-    if order.processes is not None:
+    said = values.get("num_processes")
+    if order.processes is not None and (said is None or _is_computed(said)):
         values["num_processes"] = order.processes
     known = {key: value for key, value in values.items() if not _is_computed(value)}
     made = translate(table, Given(table.trainer, known, table.defaults))

@@ -82,7 +82,8 @@ def _groups(given: Given) -> Made:
     if "orchestrator.token_batch_size" in given:
         raise Refused("counts tokens: set training.groups_per_step, which counts prompts")
     size = int(given.number("orchestrator.group_size"))
-    samples = given.number("orchestrator.batch_size", given.get("batch_size", 128))
+    keys = ("orchestrator.batch_size", "batch_size")
+    samples = given.number(next((key for key in keys if key in given), keys[0]))
     told = given.told("orchestrator.group_size")
     if size == 1:
         yield LeftOut(

@@ -112,9 +112,11 @@ def _groups(given: Given) -> Made:
     alone = given.number("per_device_train_batch_size") * given.number("num_processes")
     completions, size = alone * _per_generation(given), given.number("num_generations")
     if completions % size:
+        way = "give libra import the processes that train by --processes"
+        way = "correct num_processes" if "num_processes" in given else way
         raise Refused(
             f"are {completions:g} completions a generation, which {size:g} of a prompt do not "
-            "divide: give libra import the processes that train by --processes"
+            f"divide: {way}"
         )
     told = f"{completions:g} completions / {size:g}"
     yield Setting("rollout.group_size", int(size), given.told("num_generations"))
@@ -155,7 +157,11 @@ def _checkpoints(given: Given) -> Made:
 
 def _evaluation(given: Given) -> Made:
     strategy = given.get("eval_strategy", "steps" if "eval_steps" in given else "no")
+    if strategy in ("no", False):
+        return
     if strategy != "steps" or not every(given.get("eval_steps")):
+        key = "eval_strategy" if "eval_strategy" in given else "eval_steps"
+        yield LeftOut(key, Why.BRING, "gives no number of steps: set evaluation: {every: 10}")
         return
     one: dict[str, Any] = {"every": math.ceil(given.number("eval_steps") / _updates(given))}
     if "num_generations_eval" in given:

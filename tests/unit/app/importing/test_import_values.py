@@ -136,6 +136,14 @@ def test_processes_can_be_said_where_trl_does_not(made):
     assert "num_processes" not in one.why
 
 
+@pytest.mark.parametrize(("said", "counted"), [("4", 4), ('"$GPUS"', 2)])
+def test_processes_of_a_file_count_before_those_that_are_said(made, said: str, counted: int):
+    script = f"accelerate launch --num_processes {said} grpo.py --num_generations 8\n"
+    one = made("run.sh", script, processes=2)
+    assert one["training.groups_per_step"] == counted
+    assert "num_processes" not in one.why
+
+
 def test_completions_that_make_no_groups_are_refused_with_the_reason(made):
     one = made("grpo.yaml", {"num_generations": 7, "seed": 1})
     assert one["training.groups_per_step"] is None
@@ -243,6 +251,23 @@ def test_the_arguments_of_a_command_line(made):
     assert one["training.learning_rate"] == 1e-5
     assert one["training.lora.target_modules"] == ["q_proj", "v_proj"]
     assert one["training.groups_per_step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"eval_strategy": "steps"}, "eval_strategy"),
+        ({"eval_strategy": "epoch"}, "eval_strategy"),
+        ({"eval_steps": 0.1}, "eval_steps"),
+        ({"eval_strategy": "no", "eval_steps": 10}, None),
+        ({"eval_strategy": False}, None),
+    ],
+)
+def test_evaluations_of_trl_without_a_number_of_steps_are_told(made, settings, key):
+    one = made("grpo.yaml", {"num_generations": 8, **settings})
+    assert one["evaluation"] is None
+    assert set(settings) & set(one.why) == ({key} if key else set())
+    assert one.told.problems == ""
 
 
 @pytest.mark.parametrize("scale", ["none", "batch", False])
@@ -483,6 +508,13 @@ def test_samples_of_prime_rl_become_groups(made):
     assert one["nodes"] == [{"host": "local", "gpus": 8}]
     assert (one["model.max_len"], one["rollout.max_turn_tokens"]) == (4096, 1024)
     assert one.told.problems == ""
+
+
+def test_a_batch_size_at_the_top_of_prime_rl_counts(made):
+    text = "batch_size = 512\n[orchestrator]\ngroup_size = 16\n"
+    assert made("rl.toml", text)["training.groups_per_step"] == 32
+    both = f"{text}batch_size = 64\n"
+    assert made("rl.toml", both)["training.groups_per_step"] == 4
 
 
 def test_a_linear_schedule_of_prime_rl_stays_until_it_falls(made):
