@@ -1,24 +1,30 @@
 """What the card of an exported model says of the run it comes from, from the database alone.
 
 The host that makes the model adds the base model's licence (``node.checkpoints.export``). Hosts,
-accounts and secrets are left out: a card is made to be shared.
+accounts and secrets are left out, and of paths all but the last part: a card is made to be shared.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from libra_cli import __version__
 from libra_cli.config.recipe import Recipe
+from libra_cli.config.secrets import is_secret_name
 from libra_cli.config.training import LoraSpec
 from libra_cli.core.records import StepRecord
 from libra_cli.report.status.steps import yardstick
 from libra_cli.runtime.store.reader import Reader
 
 TAGS = ("libra", "reinforcement-learning", "grpo", "agent")
+_PRIVATE = {"secrets", "headers", "url", "mcp"}
+"""Keys that are left out wherever they stand."""
+_DIRECTORY = re.compile(r"(?:^|(?<=[\s=]))[~/](?:[\w.@+-]*/)+(?=\S)")
+_HOST = re.compile(r"(?<=://)[^\s/]+")
 
 
 def model_card(reader: Reader, recipe: Recipe, step: int) -> dict[str, Any]:
@@ -98,15 +104,30 @@ def _number(value: float | None) -> str:
 def _shared(recipe: Recipe) -> dict[str, Any]:
     """The recipe without what is private or of no use elsewhere."""
     told = recipe.model_dump(mode="json", exclude_defaults=True, exclude={"nodes", "weight_sync"})
-    environments = told.get("environment", {})
-    for one in environments if isinstance(environments, list) else [environments]:
-        one.pop("secrets", None)
-    for private in ("secrets", "env", "directory"):
-        told.get("agent", {}).pop(private, None)
-    for private in ("url", "api_key"):
-        told.get("teacher", {}).pop(private, None)
-    told.get("run", {}).pop("directory", None)
-    return told
+    for section, names in (
+        ("agent", ("env", "directory", "nodes")),
+        ("run", ("directory", "monitors")),
+    ):
+        for name in names:
+            told.get(section, {}).pop(name, None)
+    return {key: _public(value) for key, value in told.items()}
+
+
+def _public(value: Any) -> Any:
+    """A value without keys that are private, directories that files lie in, and hosts of URLs."""
+    match value:
+        case dict():
+            return {name: _public(one) for name, one in value.items() if not _is_private(name, one)}
+        case list():
+            return [_public(one) for one in value]
+        case str():
+            return _HOST.sub("HOST", _DIRECTORY.sub("", value))
+        case _:
+            return value
+
+
+def _is_private(name: str, value: Any) -> bool:
+    return name in _PRIVATE or (isinstance(value, str) and is_secret_name(name))
 
 
 CARD = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from libra_cli.config.recipe import Recipe
@@ -17,6 +18,25 @@ RECIPE = Recipe.model_validate(
         "environment": {"name": "calculator", "secrets": {"KEY": "hidden"}},
     }
 )
+ALICES = "/home/alice/work"
+PRIVATE = {
+    "run": {"monitors": {"mlflow": {"tracking_uri": "http://gpu-19:5000", "user": "alice"}}},
+    "environment": {
+        "name": "dataset",
+        "tasks": f"{ALICES}/gsm8k.jsonl",
+        "args": {
+            "judge": {"url": "http://gpu-18:8000/v1", "api_key": "hidden", "model": "Qwen3-8B"},
+            "rubric": f"{ALICES}/rubric.txt",
+            "prompt": "/no_think Answer in <a></a>, and/or say so.",
+        },
+        "mcp": [{"url": "http://gpu-18/mcp", "headers": {"Authorization": "Bearer hidden"}}],
+    },
+    "agent": {"command": ["python", f"--path={ALICES}/agent.py", "--at=https://gpu-18:1/v1"]},
+    "evaluation": {
+        "environment": {"name": "calculator", "secrets": {"KEY": "hidden"}, "mcp": "http://gpu-18"},
+    },
+    "planner": {"profile": f"{ALICES}/h100.json"},
+}
 
 
 def test_a_card_tells_the_run_and_neither_hosts_nor_secrets(tmp_path: Path) -> None:
@@ -32,3 +52,22 @@ def test_a_card_tells_the_run_and_neither_hosts_nor_secrets(tmp_path: Path) -> N
     assert "| weight version | v000020-e" in body
     for private in ("gpu-17", "somebody", "hidden"):
         assert private not in body
+
+
+def test_a_recipe_on_a_card_names_no_hosts_secrets_or_directories(tmp_path: Path) -> None:
+    sample_run.write(tmp_path / "run")
+    recipe = Recipe.model_validate({**RECIPE.model_dump(exclude_defaults=True), **PRIVATE})
+    with Reader(tmp_path / "run") as reader:
+        body = model_card(reader, recipe, 20)["body"]
+    for private in ("gpu-1", "alice", "hidden", "/models/", "5000"):
+        assert private not in body
+    shared = json.loads(body.partition("```json")[2].rpartition("```")[0])
+    environment = shared["environment"]
+    assert environment["tasks"] == [{"path": "gsm8k.jsonl"}]
+    assert environment["args"] == {
+        "judge": {"model": "Qwen3-8B"},
+        "rubric": "rubric.txt",
+        "prompt": "/no_think Answer in <a></a>, and/or say so.",
+    }
+    assert shared["agent"]["command"] == ["python", "--path=agent.py", "--at=https://HOST/v1"]
+    assert shared["model"] == {"path": "Qwen3-1.7B"}
