@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli import __version__
-from libra_cli.config.errors import LibraError, RecipeError, StoppedByUser, WrongRun
+from libra_cli.config.errors import RecipeError, StoppedByUser, WrongRun
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
 from libra_cli.core.json_form import json_form
@@ -20,6 +20,7 @@ from libra_cli.report.status.evaluations import EvaluationPart, evaluation_parts
 from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
 from libra_cli.runtime.hosts.owned_directory import OwnedDirectory
 from libra_cli.runtime.recipes.loader import load_recipe
+from libra_cli.runtime.result_files import check_place, write_result
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.schema import DATABASE
 from libra_cli.runtime.supervision.quotations import masked_errors
@@ -28,11 +29,27 @@ from libra_cli.runtime.trajectory_source import check_source
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """What ``libra eval`` found, and where it was written."""
+    """What ``libra eval`` found, and where it is to be written."""
 
     model: str
+    recipe: Path
     evaluations: list[EvaluationPart]
     path: Path
+
+    def write(self) -> None:
+        """Write it as JSON.
+
+        Raises:
+            LibraError: it cannot be written.
+        """
+        told = {
+            "libra": __version__,
+            "model": self.model,
+            "recipe": str(self.recipe),
+            "at": time.time(),
+            "evaluations": json_form(self.evaluations),
+        }
+        write_result(self.path, json.dumps(told, indent=2) + "\n")
 
 
 def evaluate(
@@ -46,9 +63,12 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluate a model directory, or the model that a run has made; ``step``: of this one.
 
+    Nothing is written yet, but ``output`` can be.
+
     Raises:
         RecipeError: the recipe has a problem, or no evaluation.
         WrongRun: there is no such model.
+        InputError: the result cannot be written there.
         LibraError: a host or a server failed, or it was stopped.
     """
     recipe = load_recipe(recipe_path)
@@ -58,22 +78,11 @@ def evaluate(
         )
     model = model_of(target, step)
     path = output or Path(f"{model.name}.evaluation-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    check_place(path, hint=f"libra eval {target} {recipe_path} -o result.json")
     mask = masker(known_secrets(recipe))
     with masked_errors(mask):
         rows = asyncio.run(_played(_with_model(recipe, model), told, lambda text: note(mask(text))))
-    parts = evaluation_parts(rows)
-    result = {
-        "libra": __version__,
-        "model": str(model),
-        "recipe": str(recipe_path),
-        "at": time.time(),
-        "evaluations": json_form(parts),
-    }
-    try:
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise LibraError(f"{path}: {error.strerror}", hint="name another with --output") from error
-    return EvaluationResult(str(model), parts, path)
+    return EvaluationResult(str(model), recipe_path, evaluation_parts(rows), path)
 
 
 def model_of(target: Path, step: int | None) -> Path:

@@ -258,6 +258,7 @@ def evaluate(
                 note=lambda text: err.print(text, markup=False, highlight=False),
             )
         out.print(evaluation_table(found.evaluations))
+        found.write()
     out.print(str(found.path), markup=False, highlight=False, soft_wrap=True)
 
 

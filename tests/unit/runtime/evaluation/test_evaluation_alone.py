@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from array import array
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,7 @@ import pytest
 
 from libra_cli.app import evaluate as command
 from libra_cli.app.evaluate import model_of
-from libra_cli.config.errors import EnvironmentBroken, StateError
+from libra_cli.config.errors import EnvironmentBroken, InputError, LibraError, StateError
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import TurnGenerated
 from libra_cli.core.records import EvaluationRecord
@@ -96,6 +97,52 @@ def test_a_model_is_a_directory_and_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(StateError, match="adapter"):
         model_of(tmp_path, None)
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Evaluate without a host, to a file below ``tmp_path``, and count what is played."""
+
+    class Played(StandaloneEvaluation):
+        async def run(self) -> list[EvaluationRecord]:
+            played.append(True)
+            return []
+
+    def result(output: str) -> command.EvaluationResult:
+        where = (Path(), Path("recipe.yaml"), Path(output))
+        return command.evaluate(*where, step=None, told=lambda row: None, note=lambda text: None)
+
+    played: list[bool] = []
+    monkeypatch.setattr(command, "StandaloneEvaluation", Played)
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(
+        "nodes: [{host: local, slots: 2}]\nmodel: {build: {}}\n"
+        "evaluation: {environment: {name: calculator}}\n"
+    )
+    return result, played
+
+
+@pytest.mark.parametrize("output", ["taken/x.json", "."])
+def test_a_place_that_takes_no_result_is_refused_before_anything_is_played(
+    evaluated, output: str
+) -> None:
+    result, played = evaluated
+    Path("taken").touch()
+    with pytest.raises(InputError) as told:
+        result(output)
+    assert str(told.value).startswith(output)
+    assert told.value.hint == "libra eval . recipe.yaml -o result.json"
+    assert not played
+
+
+def test_a_result_is_there_to_be_shown_where_its_file_cannot_be_written(evaluated) -> None:
+    found = evaluated[0]("new/x.json")
+    found.write()
+    assert json.loads(Path("new/x.json").read_text())["evaluations"] == []
+    Path("new/x.json").unlink()
+    Path("new/x.json").mkdir()
+    with pytest.raises(LibraError, match="cannot be written: Is a directory"):
+        found.write()
 
 
 def test_what_environments_say_is_told_without_secrets(
