@@ -98,7 +98,11 @@ class BenchOptions:
         ),
     ] = None
     out_dir: Annotated[
-        Path | None, typer.Option("--out", help="Where bench.html goes, instead of under runs/.")
+        Path | None,
+        typer.Option(
+            "--out",
+            help="The directory of bench.html, instead of one under runs/; the file of a profile.",
+        ),
     ] = None
     json_file: Json = None
 

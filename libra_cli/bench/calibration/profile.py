@@ -26,6 +26,7 @@ from libra_cli.core.costs.profile import (
 from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.launch.process import NUMBER_BYTES, dtype_of
 from libra_cli.runtime.recipes.loader import load_recipe
+from libra_cli.runtime.result_files import check_place, write_result
 from libra_cli.sim.profiles import require_dense
 
 CPU_OVERHEAD_GIB = 1.0
@@ -40,16 +41,18 @@ def calibrate(
     """Measure a recipe's servers and trainer, write the profile, and return its path.
 
     Raises:
-        LibraError: the recipe is wrong, or something could not be started or measured.
+        InputError: the recipe is wrong, or the profile cannot be written there.
+        LibraError: something could not be started or measured.
     """
     recipe = load_recipe(recipe_path)
+    hint = f"libra bench --calibrate {recipe_path} --out profile.json"
+    check_place(profile_path or Path("profile.json"), hint=hint)
     if recipe.model.path:
         require_dense(recipe.model.path)  # before anything is started; the model may be elsewhere
     measured = measure(recipe, MeasurementBudget(), note=progress)
     profile = profile_of(measured)
     path = profile_path or Path(f"{profile.name}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(profile.to_json())
+    write_result(path, profile.to_json())
     return profile, path
 
 
