@@ -87,7 +87,7 @@ def profile_of(measured: CalibrationMeasurement) -> Profile:
             facts=facts,
             node_bandwidth=NODE_BANDWIDTH,
             network_bandwidth=NETWORK_BANDWIDTH,
-            node_gpus=max(node.num_slots for node in measured.recipe.nodes),
+            node_gpus=max(node.gpus or node.num_slots for node in measured.recipe.nodes),
             micro_tokens=measured.recipe.training.micro_batch_tokens,
         ),
         moves=_moves(measured),

@@ -13,6 +13,7 @@ from libra_cli.config.errors import InputError
 from libra_cli.config.recipe import Recipe
 from libra_cli.core.costs.loads import server_loads, training_batches
 from libra_cli.runtime.rollout.connection import ServerFacts
+from tests.world import recipe
 
 HOST = {"cpus": 8, "mem_total": 64 << 30, "gpus": [{"name": "H100", "mem_total": 80 << 30}] * 8}
 MODEL = {
@@ -78,3 +79,19 @@ def test_a_profile_is_written_where_it_is_asked_for(a_file: Path, place: str | N
     profile, path = calibration.calibrate(a_file, wanted, progress=lambda line: None)
     assert path == (wanted or Path(f"{profile.name}.json"))
     assert path.read_text() == profile.to_json()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus"),
+    [
+        ([{"host": "a", "gpus": 8, "slots": 2}], 8),
+        ([{"host": "a", "gpus": 8}, {"host": "b", "gpus": 4}], 8),
+        ([{"host": "a", "gpus": 1, "share": {"rollout": 0.3, "train": 0.6}}], 1),
+        ([{"host": "a", "slots": 3}], 3),
+    ],
+)
+def test_a_collective_is_inside_of_a_host_by_its_gpus(
+    nodes: list[dict[str, object]], gpus: int
+) -> None:
+    found = calibration.profile_of(measured(recipe(nodes=nodes)))
+    assert found.training.node_gpus == gpus
