@@ -9,23 +9,30 @@ estimate of the chance that at least one of ``k`` samples passes (Chen et al., a
 Its interval is Wilson's (1927) with the effective number of samples p (1 - p) / se ** 2 in place of
 their number (Korn and Graubard 1998): within 0 and 1, and not empty where every task passes.
 
-**The mean reward** has no bounds; its interval is mean +/- 1.96 standard errors.
+**The mean reward** has no bounds; its interval is mean +/- t standard errors, with Student's t of a
+degree of freedom less than there are tasks. One task says nothing of others: it gives no interval.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb, sqrt
+from math import comb, inf, isfinite, sqrt
 from statistics import fmean, stdev
+
+from libra_cli.core.student import student_t
 
 Z = 1.959963984540054
 """The 97.5th percentile of the standard normal distribution."""
+MOST_FREEDOM = 1000
+"""Degrees of freedom from which Student's t is taken for theirs: 1.9623, and ``Z`` at last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over tasks with its 95 % interval; ``tasks`` are those that it is over."""
+    """A mean over tasks with its 95 % interval, which of a reward of one task is without ends;
+    ``tasks`` are those that it is over.
+    """
 
     value: float
     low: float
@@ -72,7 +79,8 @@ def mean_estimate(tasks: Sequence[Sequence[float]]) -> Estimate | None:
     values = [fmean(rewards) for rewards in tasks if rewards]
     if not values:
         return None
-    mean, half = fmean(values), Z * standard_error(values)
+    mean, freedom = fmean(values), min(len(values) - 1, MOST_FREEDOM)
+    half = student_t(freedom) * standard_error(values) if freedom else inf
     return Estimate(mean, mean - half, mean + half, len(values))
 
 
@@ -93,8 +101,8 @@ def evaluation_metrics(
     """Numbers of an evaluation by name, of each task's rewards.
 
     ``pass@K`` for the K of ``powers_up_to``, and ``avg@N``, the mean reward of ``samples`` = N
-    samples a task; each also as ``NAME/low`` and ``NAME/high``. A sample passes whose reward is at
-    least ``success``.
+    samples a task; each also as ``NAME/low`` and ``NAME/high`` where its interval has ends. A
+    sample passes whose reward is at least ``success``.
     """
     passed = [[reward >= success for reward in rewards] for rewards in tasks]
     named: dict[str, Estimate | None] = {
@@ -108,5 +116,7 @@ def _flat(named: Mapping[str, Estimate | None]) -> dict[str, float]:
     flat: dict[str, float] = {}
     for name, one in named.items():
         if one is not None:
-            flat |= {name: one.value, f"{name}/low": one.low, f"{name}/high": one.high}
+            flat[name] = one.value
+        if one is not None and isfinite(one.low):
+            flat |= {f"{name}/low": one.low, f"{name}/high": one.high}
     return flat

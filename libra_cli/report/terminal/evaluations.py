@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
@@ -38,12 +38,17 @@ def evaluation_table(parts: Sequence[EvaluationPart]) -> Table:
         table.add_column(title, justify="left" if title in ("evaluation", "estimate") else "right")
     for part in parts:
         named = part.metrics
-        for name in (one for one in named if f"{one}/low" in named):
-            low, high = _number(named[f"{name}/low"]), _number(named[f"{name}/high"])
-            tasks = f"{part.tasks} x {part.samples}"
-            value = _number(named[name])
-            table.add_row(part.name, name, value, f"{low} to {high}", tasks, str(part.failed))
+        for name in (one for one in named if "@" in one and "/" not in one):
+            tasks, value = f"{part.tasks} x {part.samples}", _number(named[name])
+            table.add_row(part.name, name, value, _ends(name, named), tasks, str(part.failed))
     return table
+
+
+def _ends(name: str, metrics: Mapping[str, float]) -> str:
+    """The interval of an estimate in words; of a reward of one task there is none."""
+    if f"{name}/low" not in metrics:
+        return _number(None)
+    return f"{_number(metrics[f'{name}/low'])} to {_number(metrics[f'{name}/high'])}"
 
 
 def _interval(name: str, part: EvaluationPart) -> str:

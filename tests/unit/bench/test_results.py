@@ -18,7 +18,6 @@ from libra_cli.bench.results import (
     ResultRow,
     compare,
     interval,
-    student_t,
     to_json,
 )
 from tests.sample_bench import MAKESPANS, PLANNERS, row, rows
@@ -209,11 +208,3 @@ def test_a_contender_that_did_nothing_breaks_nothing() -> None:
     nothing = replace(row("least-loaded"), makespan_s=0.0, throughput_tok_s=0.0)
     rows: list[ResultRow] = [nothing, row("libra")]
     assert [s.baseline for s in summarise(rows)] == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("freedom", "t"),
-    [(1, 12.706), (2, 4.3027), (4, 2.7764), (9, 2.2622), (30, 2.0423), (1000, 1.9623)],
-)
-def test_students_distribution_is_that_of_the_tables(freedom: int, t: float) -> None:
-    assert student_t(freedom) == pytest.approx(t, abs=5e-4)

@@ -10,7 +10,7 @@ from rich.console import Console
 from libra_cli.core.evaluation.estimates import evaluation_metrics
 from libra_cli.core.records import EvaluationRecord, to_metrics_json
 from libra_cli.report.status.evaluations import evaluation_parts
-from libra_cli.report.terminal.evaluations import evaluation_words
+from libra_cli.report.terminal.evaluations import evaluation_table, evaluation_words
 from libra_cli.report.terminal.progress import Progress
 
 
@@ -64,3 +64,11 @@ def test_a_run_tells_each_evaluation_that_is_over_in_one_line() -> None:
     assert len(told) == 2
     assert told[0].startswith("evaluation held-out  step 0  pass@1 0.25 [")
     assert told[1].startswith("evaluation held-out  step 10  pass@1 0.25 → 0.75 [")
+
+
+def test_a_reward_of_one_task_is_shown_without_an_interval() -> None:
+    out = io.StringIO()
+    Console(file=out, width=100).print(evaluation_table(evaluation_parts([row(0, [[1.0, 0.0]])])))
+    lines = {words[1]: words[2:] for words in map(str.split, out.getvalue().splitlines()[1:])}
+    assert lines["avg@2"][:2] == ["0.50", "–"]
+    assert lines["pass@1"][2] == "to"

@@ -117,7 +117,8 @@ def test_the_mean_reward_has_the_error_of_the_means_of_tasks() -> None:
     estimate = mean_estimate([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], []])
     assert estimate is not None
     assert estimate.value == 0.5
-    assert isclose(estimate.high - estimate.low, 2 * 1.959964 * 0.5 / 3**0.5, rel_tol=1e-6)
+    # Student's t of two degrees of freedom, of three tasks.
+    assert isclose(estimate.high - estimate.low, 2 * 4.302653 * 0.5 / 3**0.5, rel_tol=1e-6)
     assert mean_estimate([[]]) is None
 
 
@@ -132,3 +133,19 @@ def test_a_reward_passes_from_the_threshold_on() -> None:
     assert (told["pass@1"], told["pass@2"]) == (0.5, 0.5)
     assert isclose(told["avg@2"], 0.525)
     assert told["pass@1/low"] < 0.5 < told["pass@1/high"]
+
+
+def test_intervals_of_mean_rewards_of_few_tasks_hold_as_often_as_they_say() -> None:
+    random, held = Random(7), 0
+    for _ in range(400):
+        estimate = mean_estimate([[random.gauss(0.3, 1.0)] for _ in range(3)])
+        assert estimate is not None
+        held += estimate.low <= 0.3 <= estimate.high
+    assert 0.92 <= held / 400 <= 0.98
+
+
+def test_the_reward_of_one_task_has_no_interval_and_its_passes_have() -> None:
+    told = evaluation_metrics([[1.0, 0.0, 0.0, 0.0]], samples=4, success=1.0)
+    assert told["avg@4"] == 0.25
+    assert not {"avg@4/low", "avg@4/high"} & set(told)
+    assert {"pass@1/low", "pass@1/high"} <= set(told)
