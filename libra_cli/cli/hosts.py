@@ -37,27 +37,27 @@ def doctor(
     from libra_cli.core.preflight.findings import stopping
 
     with errors_told():
-        found = _examined(recipe, as_json=as_json and not fix)
+        found = _examined(recipe, shown=not as_json)
         if fix:
             with _progress() as progress:
                 told = commands.mend(recipe, found, progress)
             for line in told or ["nothing here can be mended without root or the recipe"]:
                 err.print(line, markup=False, highlight=False)
-            found = _examined(recipe, as_json=as_json) if told else found
+            found = _examined(recipe, shown=not as_json) if told else found
+        if as_json:
+            typer.echo(json.dumps([asdict(one) for one in found], indent=2))
         if stopping(found):
             raise typer.Exit(ExitCode.HOST_PROBLEM)
 
 
-def _examined(recipe: Path, *, as_json: bool) -> list[Finding]:
+def _examined(recipe: Path, *, shown: bool) -> list[Finding]:
     from libra_cli.app import hosts as commands
     from libra_cli.report.terminal.findings import findings_view
 
     began = time.monotonic()
     with err.status("examining") as status:
         found = commands.doctor(recipe, on_stage=status.update)
-    if as_json:
-        typer.echo(json.dumps([asdict(one) for one in found], indent=2))
-    else:
+    if shown:
         out.print(findings_view(found, seconds=time.monotonic() - began))
     return found
 
