@@ -149,9 +149,10 @@ def taking(*names: str, **defaults: Any) -> Callable[[Command], Callable[..., No
 
 
 def given(context: typer.Context) -> set[str]:
-    """The options that the user gave, by name."""
+    """The options that the user gave, by name; those before an experiment's name are its map."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    return {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    typed = ("COMMANDLINE", "DEFAULT_MAP")
+    return {name for name, source in sources.items() if source and source.name in typed}
 
 
 def flag_of(context: typer.Context, name: str) -> str:
