@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from libra_cli.cli import completion
 from libra_cli.cli.terminal import errors_told, out
@@ -41,7 +42,8 @@ def explain(
 
 def _print(told: KeyMeaning) -> None:
     given = f", {told.default} if left out" if told.default and not told.keys else ""
-    out.print(f"[bold]{told.key}[/] ({told.of}): {told.type}{given}", highlight=False)
+    words = escape(f" ({told.of}): {told.type}{given}")
+    out.print(f"[bold]{escape(told.key)}[/]{words}", highlight=False)
     if told.meaning:
         out.print(f"  {_words(told.meaning)}", markup=False, highlight=False)
     if told.only_with:

@@ -171,6 +171,11 @@ def test_an_unknown_key_names_those_that_look_like_it():
     assert caught.value.hint == "libra explain lists the sections of a recipe"
 
 
+def test_types_are_printed_with_what_they_hold():
+    shown = CliRunner().invoke(app, ["explain", "staleness.histogram"])
+    assert "staleness.histogram (status --json): dict[str, int]" in shown.output
+
+
 def test_the_command_prints_a_key_and_the_schema():
     shown = CliRunner().invoke(app, ["explain", "rollout.group_size"])
     assert shown.output.startswith("rollout.group_size (recipe): integer, at least 1, 8 if left")
