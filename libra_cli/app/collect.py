@@ -113,7 +113,7 @@ def collect(run_dir: Path | None, target: Path | None) -> Collected:
     mask = masker(secrets_in(os.environ))
     try:
         with Reader(where) as reader:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+            _make_private(path)
             archive = _Archive(path, f"libra-{name}", mask)
             try:
                 problems = tuple(map(mask, _fill(archive, reader, where, mask)))
@@ -122,6 +122,15 @@ def collect(run_dir: Path | None, target: Path | None) -> Collected:
     except OSError as error:
         raise LibraError(f"{error.filename or path}: {error.strerror}", hint="df -h .") from error
     return Collected(path, path.stat().st_size, tuple(archive.files), archive.masked, problems)
+
+
+def _make_private(path: Path) -> None:
+    """Empty a file, or make it; one that was there is its owner's alone from now on, too."""
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.fchmod(file, 0o600)
+    finally:
+        os.close(file)
 
 
 def _fill(archive: _Archive, reader: Reader, where: Path, mask: Callable[[str], str]) -> list[str]:

@@ -170,6 +170,13 @@ def test_the_run_is_left_as_it_was(run_dir):
     assert Path("c.tar.gz").stat().st_mode & 0o077 == 0
 
 
+def test_an_archive_in_place_of_another_file_is_its_owners_alone(run_dir):
+    Path("c.tar.gz").touch()
+    Path("c.tar.gz").chmod(0o644)
+    collected(str(run_dir))
+    assert Path("c.tar.gz").stat().st_mode & 0o077 == 0
+
+
 def test_a_run_that_is_being_written_is_collected(run_dir):
     with Journal(run_dir) as journal:
         journal.save(sample_run.run_record())
