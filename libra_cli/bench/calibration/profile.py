@@ -87,7 +87,7 @@ def profile_of(measured: CalibrationMeasurement) -> Profile:
             facts=facts,
             node_bandwidth=NODE_BANDWIDTH,
             network_bandwidth=NETWORK_BANDWIDTH,
-            node_gpus=max(node.gpus or node.num_slots for node in measured.recipe.nodes),
+            node_gpus=max(node.gpus or node.num_slots for node in measured.recipe.slot_nodes),
             micro_tokens=measured.recipe.training.micro_batch_tokens,
         ),
         moves=_moves(measured),
@@ -153,7 +153,7 @@ def _facts(measured: CalibrationMeasurement) -> MemoryModel:
 def _memory_gib(measured: CalibrationMeasurement) -> float:
     """GiB of the smallest GPU; without GPUs a slot's share of its host's memory."""
     found: list[float] = []
-    for node in measured.recipe.nodes:
+    for node in measured.recipe.slot_nodes:
         host = measured.hosts[node.name]
         gpus = host["gpus"]
         assert isinstance(gpus, list)
