@@ -94,8 +94,10 @@ class TaskEpisode:
     def next_step(self) -> bool:
         """Test the present step, and begin the next one; False if that was the last, or too bad.
 
+        It is False, too, if the model keeps the next one's files out; that one is tested as it is.
+
         Raises:
-            EnvironmentBroken: the next step cannot be set up.
+            EnvironmentBroken: the next step's setup.sh fails.
         """
         if self._at + 1 >= len(self._steps):
             return False
@@ -103,7 +105,10 @@ class TaskEpisode:
             return False
         self._at += 1
         self._shell.close()
-        self._begin()
+        try:
+            self._begin()
+        except OSError:
+            return False
         return True
 
     def finish(self) -> VerifierResult:

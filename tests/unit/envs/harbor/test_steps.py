@@ -217,6 +217,14 @@ def test_steps_are_played_one_after_the_other_in_one_sandbox(begin: Begin) -> No
 
 
 @needs_sandboxes
+def test_a_step_whose_files_the_model_keeps_out_is_tested_as_it_is(begin: Begin) -> None:
+    environment = begin()
+    bash(environment, "echo first > state; chmod 555 .")
+    assert environment.reply("Done.") is None
+    assert environment.score("Done.") == 0.5
+
+
+@needs_sandboxes
 def test_solutions_of_all_steps_solve_the_task(begin: Begin) -> None:
     environment = begin()
     assert environment.solve() == ""
