@@ -94,9 +94,10 @@ def _old_run(directory: Path, before: float, *, everything: bool) -> Iterator[St
     if everything or not whole:
         yield _thing(directory, f"a dead run, {'all of it' if everything else 'no checkpoint'}")
         return
-    newest = max(map(_written, whole))
+    # Of a sharded one every node has a part, and nodes may share a disk.
+    newest = max(whole, key=_written)
     for one in sorted(kept):
-        if _written(one) < newest:
+        if one.name != newest.name and _written(one) < _written(newest):
             yield _thing(one, "not the last checkpoint of a dead run")
     for one in sorted(directory.glob("*/checkpoints/.*")):
         yield _thing(one, "an unfinished checkpoint of a dead run")

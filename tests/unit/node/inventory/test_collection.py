@@ -55,6 +55,20 @@ def test_of_an_old_dead_run_its_last_whole_checkpoint_stays(work) -> None:
     assert gone(work, everything=True) == {"runs/r"}
 
 
+def test_every_node_s_part_of_the_last_checkpoint_stays_on_a_shared_disk(work) -> None:
+    names = ("step-000001-e0", "step-000002-e0")
+    run(work, "r", days=20, checkpoints=names)
+    other = work / "runs/r/n2/checkpoints"
+    for number, one in enumerate(names):
+        (other / one).mkdir(parents=True)
+        (other / one / "checkpoint.json").write_text("{}")
+        at = time.time() - 20 * DAY_S + number + 0.01
+        os.utime(other / one, (at, at))
+    age(other.parent, 20, spare="step-")
+    left = {str(one.relative_to(work)) for one in work.glob("runs/r/*/checkpoints/*")} - gone(work)
+    assert left == {f"runs/r/{node}/checkpoints/step-000002-e0" for node in ("n1", "n2")}
+
+
 def test_what_was_written_lately_stays_even_with_all(work) -> None:
     run(work, "r", days=1, checkpoints=("step-000001-e0",))
     assert gone(work) == gone(work, everything=True) == set()
