@@ -22,6 +22,8 @@ have come, which takes the longer the larger they are; every chunk costs a reque
 DELTA = ".delta"
 """Suffix of a delta's name, after the name of the file that it rebuilds."""
 MANIFEST = "manifest.json"
+VERSION = re.compile(r"v\d+-e\d+")
+"""The names of the directories of versions; others lie beside them."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 

@@ -25,6 +25,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -32,7 +33,7 @@ from typing import TypeAlias
 import torch
 
 from libra_cli.node.weights.checksum import MODULUS
-from libra_cli.node.weights.chunks import MANIFEST
+from libra_cli.node.weights.chunks import MANIFEST, VERSION
 from libra_cli.node.weights.files import FileOnDisk, WrittenFile, write_durably
 from libra_cli.node.weights.layout import FileLayout, layout_of
 from libra_cli.node.weights.parts import Share
@@ -125,7 +126,7 @@ def publish(
         replace_directory(temporary, root / name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    remove_old(root, "v*-e*", keep=keep)
+    _remove_old(root, keep=keep)
     size = sum(one.file.bytes for one in written)
     return VersionOnDisk(name, version, size, time.time())
 
@@ -181,8 +182,12 @@ def remove_unfinished(root: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def remove_old(root: Path, pattern: str, *, keep: int) -> None:
-    """Remove all but the ``keep`` directories that were written last."""
-    found = sorted(root.glob(pattern), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    for path in found[:-keep]:
+def _remove_old(root: Path, *, keep: int) -> None:
+    """Remove all but the ``keep`` versions that were written last."""
+    found = []
+    for path in root.iterdir():  # among others what gradient workers on this host write
+        with suppress(FileNotFoundError):
+            if VERSION.fullmatch(path.name):
+                found.append((path.stat().st_mtime_ns, path.name, path))
+    for *_, path in sorted(found)[:-keep]:
         shutil.rmtree(path, ignore_errors=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import http.client
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from libra_cli.node.http import HostServer, serve_hosts
 from libra_cli.node.weights.chunks import (
     MANIFEST,
     NAME,
+    VERSION,
     ListedFile,
     Manifest,
     ManifestError,
@@ -48,7 +48,6 @@ from libra_cli.node.weights.draft import Draft
 from libra_cli.node.weights.fabric import FabricMember
 from libra_cli.node.weights.weight_handler import WeightHandler
 
-VERSION = re.compile(r"v\d+-e\d+")
 FABRIC = "fabric"
 """The kind of a pull that came by a process group whole, and its source's name."""
 PATCH_BYTES_S = 20e6

@@ -80,6 +80,15 @@ def test_the_manifest_describes_what_is_on_disk(tmp_path: Path):
     assert manifest["tensors"]["lm_head.weight"]["dtype"] == "bfloat16"
 
 
+def test_only_versions_are_counted_and_removed_as_old_ones(tmp_path: Path):
+    outbox = tmp_path / "vision-exp-20260101-0" / "gradient"
+    outbox.mkdir(parents=True)
+    for version in (1, 2, 3):
+        write(tmp_path, version)
+    names = {one.name for one in tmp_path.iterdir()}
+    assert names == {"v000002-e0", "v000003-e0", "vision-exp-20260101-0"}
+
+
 def test_a_large_model_is_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layout, "FILE_BYTES", 10)
     write(tmp_path, 1)
