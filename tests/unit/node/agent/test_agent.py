@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -139,6 +140,16 @@ def test_a_damaged_record_of_processes_loses_none(run_dir, record) -> None:
         asyncio.run(scene())
         (row,) = made.describe()
         assert (row["process"], row["pid"], row["state"]) == ("server-0", pid, "running")
+
+
+def test_ports_of_a_process_that_cannot_be_started_stay_reserved(run_dir) -> None:
+    made = supervisor(run_dir)
+    (port,) = made.ports.take(22000, 22999, 1, ())
+    with pytest.raises(AgentRefused, match="No such file"):
+        made.start("server-0", ["/no/such/program"], {}, None, {}, ports=[port])
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    made.ports.release([port])
 
 
 @pytest.mark.parametrize("reaped", [False, True])
