@@ -164,7 +164,12 @@ class VllmEngine:
         Raises:
             ValueError: this engine takes none, or none of this form or rank.
         """
-        self._core.add_lora(self._adapters.add(name, config, tensors))
+        request = self._adapters.add(name, config, tensors)
+        try:
+            self._core.add_lora(request)
+        except Exception:
+            self._adapters.remove(name)
+            raise
 
     def remove_adapter(self, name: str) -> None:
         """Let go of an adapter that no turn under way names; raises TurnRefused if it has none."""
