@@ -306,7 +306,7 @@ class TrainingSpec(Section):
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: Positive = 2
     """The number of checkpoints that stay on disk, besides the best: by the recipe's first
-    evaluation, or without any by the mean reward of 10 steps.
+    evaluation, or without any by the mean reward of 10 steps. Of 1 the one before stays too.
     """
     export: ExportSpec = ExportSpec()
     """When the model is written for use elsewhere; ``libra export`` does so at any time."""
@@ -403,6 +403,12 @@ class TrainingSpec(Section):
         """The needs of the loss, the advantage and the KL term together."""
         of_kl = Needs(reference=self.kl_coef > 0, whole_groups=self.kl_in_reward)
         return needs_of(self.advantage, self.loss) | of_kl
+
+    @property
+    def checkpoints_kept(self) -> int:
+        """The number of newest checkpoints that stay: from the last but one a trainer starts again
+        that died before the controller heard of the last."""
+        return max(self.keep_checkpoints, 2)
 
     @property
     def updates(self) -> int:

@@ -133,7 +133,7 @@ def host_needs(
         memory += len(servers) * int(served * (parameters + drafting) + recipe.rollout.kv_gib * GIB)
         frozen = served * parameters if recipe.training.lora else 0.0
         memory += len(ranks) * int(TRAINED_BYTES * trained + frozen)
-    checkpoints = (recipe.training.keep_checkpoints + 2) * checkpoint
+    checkpoints = (recipe.training.checkpoints_kept + 2) * checkpoint
     if node.name == node_of(plan.train[0]):
         alone = recipe.training.lora and not recipe.training.export.merge
         exported = FORMATS["float32"] * trained if alone else served * parameters

@@ -237,7 +237,7 @@ class TrainerRank:
                 self.trainer,
                 Path(self.config.checkpoint_dir),
                 ledger=command.ledger,
-                keep=self.config.training.keep_checkpoints,
+                keep=self.config.training.checkpoints_kept,
             )
         except checkpoint.SaveFailed as error:
             log.warning("the checkpoint of step %d was not written: %s", self.trainer.step, error)
