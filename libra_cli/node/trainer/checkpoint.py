@@ -65,6 +65,8 @@ RANDOM = "rng.json"
 CRITIC = "critic.safetensors"
 METADATA = ".metadata"
 """Where torch says which file holds which part of which tensor; rank 0 writes it."""
+_BY_RECIPE = ("betas", "eps", "foreach")
+"""What a recipe and the ranks of today say of the optimizer, whatever was when it was saved."""
 log = logging.getLogger("libra.trainer")
 
 
@@ -233,6 +235,8 @@ def load(trainer: Trainer, path: Path, urls: Sequence[str] = ()) -> None:
             dcp.load(state, storage_reader=reader, planner=PlainValues(), no_dist=True)
     if not trainer.sharded:
         state = trainer.broadcast(state)
+    groups = trainer.optimizer.param_groups
+    made = [{name: group[name] for name in _BY_RECIPE if name in group} for group in groups]
     set_state_dict(
         trainer.model,
         trainer.optimizer,
@@ -240,6 +244,8 @@ def load(trainer: Trainer, path: Path, urls: Sequence[str] = ()) -> None:
         optim_state_dict=state["optimizer"],
         options=StateDictOptions(strict=trainer.config.training.lora is None),
     )
+    for group, of_recipe in zip(trainer.optimizer.param_groups, made, strict=True):
+        group.update(of_recipe)  # torch took over those of the checkpoint
     _load_critic(trainer, files, about)
     trainer.step = int(about["step"])
     if trainer.rank < len(states):

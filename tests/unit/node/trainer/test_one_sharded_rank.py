@@ -115,6 +115,16 @@ def test_one_rank_of_fsdp2_has_the_gradients_of_one_under_autocast(
     assert gap < most
 
 
+def test_betas_that_a_recipe_changes_are_those_after_a_checkpoint(make: Make, tmp_path: Path):
+    sharded = make("no", sharding="fsdp2")
+    sharded.train(1, read_samples(batch(1), 128))
+    saved = checkpoint.save(sharded, tmp_path / "checkpoints", ledger={"step": 1}, keep=1)
+    for sharding in ("fsdp2", "ddp"):
+        again = make("no", sharding=sharding, betas=(0.5, 0.6))
+        checkpoint.load(again, saved, [])
+        assert {group["betas"] for group in again.optimizer.param_groups} == {(0.5, 0.6)}
+
+
 def test_one_rank_of_fsdp2_takes_steps_and_goes_on_from_a_checkpoint(make: Make, tmp_path: Path):
     plain, sharded = make("no"), make("no", sharding="fsdp2")
     for trainer in (plain, sharded):
