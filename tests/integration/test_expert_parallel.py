@@ -19,6 +19,9 @@ from accelerate.state import AcceleratorState  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
+from libra_cli.node.gradient.server import GradientStore  # noqa: E402
+from libra_cli.node.gradient.writer import GradientWriter  # noqa: E402
+from libra_cli.node.http import Blob  # noqa: E402
 from libra_cli.node.model.expert_parallel import is_parted  # noqa: E402
 from libra_cli.node.trainer import checkpoint  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
@@ -165,6 +168,32 @@ def check_rows(trainer: Trainer) -> None:
     for name, parameter in named:
         assert torch.equal(parameter.grad.full_tensor(), whole[name]), name
     trainer.clear_gradients()
+
+
+@pytest.mark.nightly
+def test_gradients_that_a_worker_serves_are_those_of_each_expert(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    in_ranks([tmp_path] * 4, check_served, [(tmp_path, model_dir)] * 4)
+
+
+def check_served(host: Path, model_dir: Path) -> None:
+    """What the ranks of a gradient worker write is read as the gradients that they hold."""
+    policy = trainer_of(host, model_dir, TWO[0])
+    store = None if policy.rank else GradientStore(incarnation=3)
+    writer = GradientWriter(policy, store, host / "outbox", "float32")
+    if store is not None:
+        store.begin(1, "v1")
+    writer.begin(1)
+    policy.gradients_of(samples())
+    writer.finish()
+    whole = {name: one.grad.full_tensor() for name, one in policy.parameters().items()}
+    if store is not None:
+        for name, gradient in whole.items():
+            about = {"incarnation": "3", "step": "1", "version": "v1"}
+            _, found = store.gradient(about, name, 0, len(gradient))
+            assert isinstance(found, Blob)
+            assert found.data == gradient.numpy().tobytes(), name
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ the rows where ranks are replicas.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from libra_cli.node.batch.shares import rows_of
 from libra_cli.node.gradient.server import FinishedGradient, GradientStore, Piece
 from libra_cli.node.gradient.wire import BYTES
 from libra_cli.node.model.policy import PolicyModel, local_gradient, row_count
@@ -70,10 +70,12 @@ class GradientWriter:
                 self._writes[name] = self._writer.submit(self._write, name, parameter, None)
         for write in self._writes.values():
             write.result()
-        self._policy.gather(None)  # until the other ranks have written theirs
-        if self._policy.world > 1 and self._store is not None:
-            for name, parameter in self._parameters.items():
-                self._announce(name, parameter, range(self._policy.world))
+        if self._policy.world > 1:
+            own = {name: self._policy.own_rows(one) for name, one in self._parameters.items()}
+            ranks = self._policy.gather(own)  # once the other ranks have written theirs
+            if self._store is not None:
+                for name, parameter in self._parameters.items():
+                    self._announce(name, parameter, [rank[name] for rank in ranks])
 
     def clear(self) -> None:
         """Free the memory that the files take up."""
@@ -98,7 +100,7 @@ class GradientWriter:
                     self._stream.wait_event(ready)
                 self._to_file(name, self._rows(parameter))
         if self._policy.world == 1:
-            self._announce(name, parameter, range(1))
+            self._announce(name, parameter, [(0, row_count(parameter))])
 
     def _rows(self, parameter: nn.Parameter) -> Tensor:
         """Return this rank's rows of the gradient, ``[rows, ...]``, cut out of a replica's."""
@@ -113,13 +115,12 @@ class GradientWriter:
             rows = rows.to(torch.bfloat16).view(torch.uint16)  # numpy does not know it
         rows.cpu().numpy().tofile(self._path(name, self._policy.rank))
 
-    def _announce(self, name: str, parameter: Tensor, ranks: range) -> None:
+    def _announce(self, name: str, parameter: Tensor, written: Sequence[tuple[int, int]]) -> None:
+        """Offer a gradient of which each rank has written its rows, ``[start, stop)``."""
         if self._store is None:
             return
-        rows, world = row_count(parameter), len(ranks)
-        pieces = [
-            Piece(self._path(name, rank), *rows_of(rows, rank=rank, world=world)) for rank in ranks
-        ]
+        pieces = [Piece(self._path(name, rank), *rows) for rank, rows in enumerate(written)]
+        pieces.sort(key=lambda piece: (piece.start, piece.stop))  # experts go by rows of ranks
         found = FinishedGradient(tuple(parameter.shape), pieces, BYTES[self._dtype])
         self._store.finish(name, found)
 

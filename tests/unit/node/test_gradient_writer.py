@@ -15,6 +15,7 @@ from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
 from libra_cli.node.gradient.client import GradientClient, Rows  # noqa: E402
 from libra_cli.node.gradient.server import GradientStore, serve  # noqa: E402
 from libra_cli.node.gradient.writer import GradientWriter  # noqa: E402
+from libra_cli.node.http import Blob  # noqa: E402
 from libra_cli.node.model.policy import PolicyModel  # noqa: E402
 from tests.credentials import credentials_of, url_of  # noqa: E402
 
@@ -39,6 +40,28 @@ class OneRank:
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
+
+
+class OneOfFour(OneRank):
+    """A rank that writes two rows of eight: not those of its number, as where experts are parted.
+
+    The ranks finish one after the other, rank 0 as the last.
+    """
+
+    world = 4
+
+    def __init__(self, model: Any, rank: int, told: dict[int, Any]) -> None:
+        super().__init__(model)
+        self.rank = rank
+        self._told = told
+
+    def own_rows(self, tensor: Any) -> tuple[int, int]:
+        start = (0, 4, 2, 6)[self.rank]
+        return start, start + 2
+
+    def gather(self, value: Any) -> list[Any]:
+        self._told[self.rank] = value
+        return [self._told[rank] for rank in sorted(self._told)]
 
 
 class Gate(torch.autograd.Function):  # type: ignore[misc,name-defined]
@@ -151,3 +174,33 @@ def test_what_is_sent_in_bfloat16_is_the_nearest_number_in_half_the_bytes(
         sent = parameter.grad[2:5].to(torch.bfloat16).float().flatten()
         assert fetch.rows[name].dtype == "float32"
         assert fetch.rows[name].tolist() == sent.tolist()
+
+
+def test_rows_of_ranks_are_served_where_they_stand_in_the_tensor(
+    store: GradientStore, tmp_path: Path
+):
+    model, told = torch.nn.Linear(3, 8), dict[int, Any]()
+    model(torch.randn(4, 3)).square().sum().backward()
+    wanted = {name: one.grad.clone() for name, one in model.named_parameters()}
+    writers = [
+        GradientWriter(
+            cast(PolicyModel, OneOfFour(model, rank, told)),
+            None if rank else store,
+            tmp_path / "outbox",
+            "float32",
+        )
+        for rank in range(4)
+    ]
+    for writer in writers:
+        writer.begin(7)
+    store.begin(7, VERSION)
+    for name, parameter in model.named_parameters():
+        parameter.grad = wanted[name]
+    for writer in reversed(writers):
+        writer.finish()
+    about = {"incarnation": "3", "step": "7", "version": VERSION}
+    for name, gradient in wanted.items():
+        for first, last in ((0, 8), (1, 5)):
+            _, found = store.gradient(about, name, first, last)
+            assert isinstance(found, Blob)
+            assert found.data == gradient[first:last].numpy().tobytes(), name
