@@ -26,6 +26,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedConfig
 
+from libra_cli.config.errors import TrainerError
 from libra_cli.node.model.context_parallel import ContextGroup
 from libra_cli.node.model.weight_names import auto_class
 
@@ -33,6 +34,9 @@ NAME = "libra_packed"
 HALF = (torch.bfloat16, torch.float16)
 PACKABLE = {"full_attention", "sliding_attention"}
 """Kinds of layers through which sequences in one row do not see one another."""
+CHANGES = ("softcap", "s_aux", "position_bias", "indices", "block_indices")
+"""Arguments of layers that change what is attended to, or how much; most others say again what is
+known here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +58,25 @@ class PackedSequences:
 
 
 def attention_of(config: PreTrainedConfig) -> str:
-    """Return the attention that a model is made with: torch's kernels, where its class has them.
+    """Return the attention that a model is made with: torch's kernels, where they compute it.
 
-    gpt-oss has none: its heads attend to learned sinks besides.
+    They do not for gpt-oss, whose heads attend to learned sinks besides, nor for Gemma 2.
     """
     model = auto_class(config)._model_mapping[type(config)]
-    return "sdpa" if model._supports_sdpa else "eager"
+    return "sdpa" if model._supports_sdpa and not _is_capped(config) else "eager"
+
+
+def _is_capped(config: PreTrainedConfig) -> bool:
+    """Whether scores are squeezed below a cap ahead of the softmax, as Gemma 2 does. transformers'
+    classes name torch's kernels as theirs all the same, which leave out the cap."""
+    return getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 def use_packed_attention(model: nn.Module) -> bool:
     """Let a transformers model attend as above, and return True, if every layer of it can."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ["full_attention"])
     able = getattr(model, "_supports_attention_backend", False) and model._supports_sdpa
-    if not (able and kinds <= PACKABLE):
+    if not (able and kinds <= PACKABLE) or _is_capped(model.config):
         return False
     AttentionInterface.register(NAME, packed_attention)
     # Of a model that sees, its tower attends to whole images.
@@ -86,12 +96,21 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers; tensors are ``[1, heads, T, width of a head]``.
 
     Without ``packed`` every row is one sequence.
+
+    Raises:
+        TrainerError: the layer attends otherwise than is computed here.
     """
+    for name in CHANGES:
+        if more.get(name) is not None:
+            raise TrainerError(
+                f"{type(module).__name__} cannot be trained: its attention takes {name!r}, which "
+                "would be left out"
+            )
     query, key, value = _as_computed(query, key, value)
     if packed is None or packed.context is None:
         return _attend(query, key, value, packed, dropout, scaling, sliding_window), None

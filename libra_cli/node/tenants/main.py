@@ -61,13 +61,17 @@ def _serve(config: Mapping[str, Any], queue: TenantQueue) -> None:
 
 def _read(config: Mapping[str, Any]) -> Tenants:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    from libra_cli.node.model.packed_attention import attention_of
     from libra_cli.node.tenants.tenants import Tenants
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, config["dtype"])
-    model = AutoModelForCausalLM.from_pretrained(config["model_dir"], dtype=dtype).to(device)
+    place = config["model_dir"]
+    attention = attention_of(AutoConfig.from_pretrained(place))
+    read = AutoModelForCausalLM.from_pretrained
+    model = read(place, dtype=dtype, attn_implementation=attention).to(device)
     model.requires_grad_(False).eval()
     return Tenants(model, dtype=dtype, pass_tokens=config["pass_tokens"])
 

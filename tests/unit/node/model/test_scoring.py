@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,11 @@ from numpy.typing import NDArray
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config  # noqa: E402
 
+from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.node.batch.samples import TokenSample  # noqa: E402
 from libra_cli.node.model.batching import collate  # noqa: E402
 from libra_cli.node.model.logprobs import token_logprobs  # noqa: E402
+from libra_cli.node.model.packed_attention import attention_of, packed_attention  # noqa: E402
 from libra_cli.node.model.scoring import ScoringModel, one_sequence  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
@@ -103,7 +106,10 @@ def test_packed_sequences_score_as_they_do_alone(config: Any):
     "config",
     [
         pytest.param(Qwen3Config(**SIZES), id="in blocks"),
-        pytest.param(Gemma2Config(**SIZES, final_logit_softcapping=2.0), id="whole logits"),
+        pytest.param(
+            Gemma2Config(**SIZES, final_logit_softcapping=2.0, attn_logit_softcapping=None),
+            id="whole logits",
+        ),
     ],
 )
 def test_hidden_states_are_those_before_the_first_token_of_each_turn(config: Any):
@@ -190,3 +196,34 @@ def test_a_model_that_caps_its_logits_is_asked_for_them_and_says_so(
     assert "kept whole" in caplog.text
     got, *_ = scoring.logprobs(collate(batch, CPU).request, temperature=0.8)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_whose_scores_are_capped_is_that_of_transformers_own(tmp_path: Path):
+    caps = {"attn_logit_softcapping": 0.3, "final_logit_softcapping": None}
+    config = Gemma2Config(**SIZES, **caps, query_pre_attn_scalar=8, sliding_window=7)
+    model_of(config).save_pretrained(tmp_path)
+    read = AutoModelForCausalLM.from_pretrained
+    wanted, *_, wanted_gradient = alone(
+        read(tmp_path, attn_implementation="eager").train(), batch := sequences(9, 31)
+    )
+    uncapped, *_ = alone(read(tmp_path, attn_implementation="sdpa"), batch)
+    assert float((uncapped - wanted).detach().abs().max()) > 0.01
+    model = read(tmp_path, attn_implementation=attention_of(config)).train()
+    scoring = ScoringModel(model, model, CPU)
+    assert not scoring.packs
+    got = torch.cat(
+        [scoring.logprobs(collate([one], CPU).request, temperature=0.8).logprobs for one in batch]
+    )
+    torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    difference = gradient(model, got) - wanted_gradient
+    assert float(difference.norm() / wanted_gradient.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux"])
+def test_attention_that_would_leave_something_out_is_refused(name: str):
+    row = torch.randn(1, 2, 5, 8)
+    given: dict[str, Any] = {name: None}
+    packed_attention(torch.nn.Identity(), row, row, row, None, **given)
+    given[name] = torch.ones(2)
+    with pytest.raises(TrainerError, match=f"Identity cannot be trained.*{name}"):
+        packed_attention(torch.nn.Identity(), row, row, row, None, **given)

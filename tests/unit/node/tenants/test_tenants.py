@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from libra_cli.config.errors import TrainerError
 from libra_cli.config.training import LoraSpec
 from libra_cli.node.tenants.losses import LOSSES
+from libra_cli.node.tenants.main import _read as read
 from libra_cli.node.tenants.tenants import Tenants
 
 SPEC = LoraSpec(rank=4, target_modules=("q_proj", "v_proj", "down_proj"))
@@ -43,6 +45,20 @@ def moved(made: Tenants, name: str, seed: int) -> None:
     noise = torch.Generator().manual_seed(seed)
     for parameter in made._tenants[name].parameters.values():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=noise)
+
+
+def test_a_model_that_caps_its_attention_is_read_with_code_that_does(tmp_path: Path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "vocab_size": 40, "head_dim": 8}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    for model, attention in (
+        (Gemma2ForCausalLM(Gemma2Config(**sizes, **heads)), "eager"),
+        (tiny(), "sdpa"),
+    ):
+        model.save_pretrained(tmp_path)
+        made = read({"model_dir": str(tmp_path), "dtype": "float32", "pass_tokens": 64})
+        assert made._model.config._attn_implementation == attention
 
 
 def datum(length: int) -> dict[str, Any]:
