@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from libra_cli.node.connections import Connections
@@ -28,6 +29,10 @@ class FakeEngine:
         self.adapters: dict[str, bytes] = {}
         #: What the next load cannot prove, and why.
         self.unproved: dict[str, list[str]] = {"different": [], "untraced": []}
+        #: Turns that end with the steps that were begun before the next load.
+        self.last_steps_of: list[str] = []
+        #: Whether what it is to load cannot be read.
+        self.damaged = False
         #: What it says of the prompts that it scores.
         self.scores: list[float] = []
 
@@ -70,10 +75,19 @@ class FakeEngine:
         return True
 
     def load(
-        self, directory: str, label: str, *, partly: bool, clear_cache: bool
-    ) -> tuple[dict[str, Any], list[Any]]:
+        self,
+        directory: str,
+        label: str,
+        *,
+        partly: bool,
+        clear_cache: bool,
+        tell: Callable[[list[Any]], None],
+    ) -> dict[str, Any]:
+        tell([(name, self.turns.pop(name)[1].answer("stop")) for name in self.last_steps_of])
+        if self.damaged:
+            raise RuntimeError(f"{directory} is damaged")
         self.loaded.append(label)
-        return {"paused_s": 0.1, **self.unproved}, []
+        return {"paused_s": 0.1, **self.unproved}
 
     def counters(self) -> dict[str, float]:
         raise RuntimeError("a bug")

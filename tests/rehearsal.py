@@ -119,11 +119,14 @@ class Rehearsal:
 
     def _load(self) -> None:
         self._loaded += 1
-        answer, ended = self.engine.load(
-            f"/versions/{self._loaded}", f"e1v{self._loaded}", partly=False, clear_cache=True
+        answer = self.engine.load(
+            f"/versions/{self._loaded}",
+            f"e1v{self._loaded}",
+            partly=False,
+            clear_cache=True,
+            tell=self._end,
         )
         self.faults += answer["different"]
-        self._end(ended)
         self.counts["loads"] += 1
 
     def _see_nothing_in_flight(self) -> None:
@@ -131,6 +134,8 @@ class Rehearsal:
         flying = sum(request.num_in_flight_tokens for request in requests)
         if self.engine._core.batch_queue or flying:
             self.faults.append(f"load {self._loaded} with {flying} tokens in flight")
+        if lost := self.alive.keys() - self.engine._turns.keys():
+            self.faults.append(f"load {self._loaded} began before {sorted(lost)} were answered")
 
     def _end(self, ended: list[tuple[str, Answer]]) -> None:
         for name, answer in ended:

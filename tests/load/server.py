@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from libra_cli.node.rollout.turn import Answer, TurnTokens
@@ -63,12 +63,12 @@ class AtOnceEngine:
         return True
 
     def load(
-        self, directory: str, label: str, *, partly: bool, clear_cache: bool
-    ) -> tuple[Answer, list[Any]]:
+        self, directory: str, label: str, *, tell: Callable[[list[Any]], None], **how: bool
+    ) -> Answer:
         """Say so of any version."""
         self._label = label
         proof: Answer = {"different": [], "untraced": []}
-        return {"load_s": 0.0, "proof_s": 0.0, "paused_s": 0.0, **proof}, []
+        return {"load_s": 0.0, "proof_s": 0.0, "paused_s": 0.0, **proof}
 
     def counters(self) -> dict[str, float]:
         """What is asked for."""

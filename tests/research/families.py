@@ -185,7 +185,13 @@ def tried(family: Family, base: Path) -> Row:
     for number in (0, 1):
         while not engine.prepare(str(versions[number])):
             pass
-        answer, _ = engine.load(str(versions[number]), str(number), partly=True, clear_cache=True)
+        answer = engine.load(
+            str(versions[number]),
+            str(number),
+            partly=True,
+            clear_cache=True,
+            tell=list[Any]().extend,
+        )
         problems += [*answer["different"], *answer["untraced"]]
         if answer["different"]:
             break

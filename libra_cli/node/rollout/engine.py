@@ -15,7 +15,7 @@ import os
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -302,17 +302,23 @@ class VllmEngine:
         return all(self._core.collective_rpc("prepare_version", kwargs={"directory": directory}))
 
     def load(
-        self, directory: str, label: str, *, partly: bool, clear_cache: bool
-    ) -> tuple[Answer, list[Any]]:
+        self,
+        directory: str,
+        label: str,
+        *,
+        partly: bool,
+        clear_cache: bool,
+        tell: Callable[[list[Any]], None],
+    ) -> Answer:
         """Load a version in place and say what of it is not held as it was published.
 
         An adapter is merged into the base model's tensors (``merged_weights``).
         Turns in flight are kept; their contexts are computed anew by the new version and cached
         under its ``label``, or without ``clear_cache`` stay as older ones have computed them, as
-        does the cache. Also returned are the turns that ended while the steps begun before it were
-        awaited. If the load fails or anything differs, nothing is generated any more: the engine
-        may hold parts of two versions. With ``partly`` it goes on if tensors cannot be found in it,
-        as long as none found differs.
+        does the cache. Before it loads, ``tell`` is given the turns that ended while the steps
+        begun before were awaited. If the load fails or anything differs, nothing is generated any
+        more: the engine may hold parts of two versions. With ``partly`` it goes on if tensors
+        cannot be found in it, as long as none found differs.
 
         Raises:
             RuntimeError: it is asleep.
@@ -320,7 +326,7 @@ class VllmEngine:
         if self._is_asleep:
             raise RuntimeError(f"{label} cannot be loaded: this server is asleep")
         started = time.monotonic()
-        ended = self._pause(clear_cache=clear_cache)
+        tell(self._pause(clear_cache=clear_cache))  # now: a load that fails would lose them
         paused = time.monotonic()
         arguments = {"directory": directory}
         workers = self._core.collective_rpc("load_version", kwargs=arguments)
@@ -333,14 +339,13 @@ class VllmEngine:
             if self._has_head:  # which is version 0 of itself
                 self._counters["draft_lag"] = int(label.rpartition("v")[2])
             self._core.resume_scheduler()
-        answer = {
+        return {
             "load_s": loaded - paused,
             "proof_s": max(worker["proof_s"] for worker in workers),
             "paused_s": time.monotonic() - started,
             "different": list(proof.different),
             "untraced": list(proof.untraced),
         }
-        return answer, ended
 
     def _pause(self, *, clear_cache: bool) -> list[Any]:
         """Generate nothing from now on, and with ``clear_cache`` keep nothing cached; return the

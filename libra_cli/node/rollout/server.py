@@ -135,14 +135,13 @@ class Server(ControlServer):
                 "begun already: another client loads versions, or an order came late"
             )
         self._loads += 1
-        answer, ended = self._engine.load(
+        return self._engine.load(
             order["directory"],
             order["label"],
             partly=order["partly"],
             clear_cache=order["clear_cache"],
+            tell=self._reply,
         )
-        self._reply(ended)
-        return answer
 
     def _tell(self, operation: str) -> Answer:
         match operation:

@@ -157,6 +157,17 @@ def test_a_load_that_failed_counts_too(served):
     assert prepared[2]["loads"] == 1
 
 
+def test_turns_that_end_before_a_load_are_answered_if_it_fails(served):
+    client = served.client()
+    client.send([1, "generate", generate(0)], [2, "check", {}])
+    client.answers(1)
+    served.engine.last_steps_of, served.engine.damaged = list(served.engine.turns), True
+    client.send([3, "load", load("e0v1", 0)])
+    turn, failed = client.answers(2)
+    assert (turn[0], turn[1], turn[2]["finish_reason"]) == (1, "done", "stop")
+    assert failed == [3, "failed", "RuntimeError: /e0v1 is damaged"]
+
+
 def test_a_turn_that_vllm_rejects_says_why_where_vllm_does():
     error = SimpleNamespace(code="validation_error", message="no such token", retryable=False)
     new = SimpleNamespace(finish_reason="error", error=error)
