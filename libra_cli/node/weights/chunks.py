@@ -7,6 +7,7 @@ Standard library only.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -54,6 +55,17 @@ class Manifest:
     base: str
     """The version of which deltas make this one; empty if there are none."""
     deltas: Mapping[str, ListedFile]
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of the bytes: of the last that a disk has room for, one write takes a part.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
 
 
 def chunks_of(size: int) -> int:

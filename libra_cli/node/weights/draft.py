@@ -7,7 +7,6 @@ a later attempt goes on from there. Standard library only.
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import threading
 from collections.abc import Iterable, Mapping
@@ -22,6 +21,7 @@ from libra_cli.node.weights.chunks import (
     Manifest,
     chunks_of,
     listed,
+    write_at,
 )
 
 MISSING, COMING, HERE = b"012"
@@ -103,7 +103,7 @@ class Draft:
                 return False
         try:
             with (self.directory / name).open("r+b", buffering=0) as file:
-                os.pwrite(file.fileno(), data, index * CHUNK_BYTES)
+                write_at(file.fileno(), data, index * CHUNK_BYTES)
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise AgentRefused("disk", f"{self.directory.parent} is full") from error

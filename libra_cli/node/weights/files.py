@@ -17,7 +17,7 @@ from torch import Tensor
 
 from libra_cli.node.weights import patch
 from libra_cli.node.weights.checksum import MODULUS
-from libra_cli.node.weights.chunks import listings
+from libra_cli.node.weights.chunks import listings, write_at
 from libra_cli.node.weights.layout import FileLayout, PlannedFile
 from libra_cli.node.weights.tensor_rows import RowsKey, TensorRows
 
@@ -92,19 +92,13 @@ def _write_rows(
 ) -> int:
     place = layout.places[piece.name]
     offset = place.offset + (piece.first or 0) * place.row_bytes
-    _write_at(files[place.file], _bytes_of(piece.tensor), offset)
+    write_at(files[place.file], _bytes_of(piece.tensor), offset)
     return int(piece.checksum().item()) if known is None else known
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())
-
-
-def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
 
 
 def finish_files(
@@ -126,7 +120,7 @@ def _finish(directory: Path, base: Path, rows_s: float, planned: PlannedFile) ->
     path, started = directory / planned.name, time.monotonic()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        _write_at(descriptor, memoryview(planned.head), 0)
+        write_at(descriptor, memoryview(planned.head), 0)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -17,7 +18,7 @@ import pytest
 from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.http import serve_hosts
 from libra_cli.node.weights import chunks, download, draft
-from libra_cli.node.weights.chunks import ManifestError, listed, read_manifest
+from libra_cli.node.weights.chunks import Manifest, ManifestError, listed, read_manifest
 from libra_cli.node.weights.weight_handler import WeightHandler
 from libra_cli.node.weights.weight_server import PullResult, WeightServer
 from tests.credentials import ask, credentials_of, url_of
@@ -387,3 +388,28 @@ def test_hosts_take_the_chunks_of_a_publisher_each_in_an_order_of_its_own(
     server.shutdown()
     server.server_close()
     assert len(set(orders)) == len(orders)
+
+
+def test_a_chunk_counts_as_here_when_all_of_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is nearly full takes a part of what it is given, and no more of the next."""
+    room, pwrite = [CHUNK + 4000], os.pwrite
+
+    def nearly_full(descriptor: int, data: memoryview, offset: int) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = pwrite(descriptor, data[: min(5000, room[0])], offset)
+        room[0] -= written
+        return written
+
+    (tmp_path / "source").write_bytes(DATA)
+    files = {FAULTY: listed(tmp_path / "source", "sha256")}
+    one = draft.Draft(tmp_path / "draft", b"{}", Manifest(files, "", {}))
+    one.expect(files)
+    monkeypatch.setattr(os, "pwrite", nearly_full)
+    assert one.write(FAULTY, 0, memoryview(DATA)[:CHUNK])
+    with pytest.raises(AgentRefused, match="is full"):
+        one.write(FAULTY, 1, memoryview(DATA)[CHUNK : 2 * CHUNK])
+    assert one.missing(FAULTY) == list(range(1, COUNT))
+    assert (tmp_path / "draft" / FAULTY).read_bytes()[:CHUNK] == DATA[:CHUNK]
