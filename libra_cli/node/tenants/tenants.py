@@ -6,7 +6,8 @@ what a tenant's request comes to does not depend on which others were served bef
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,19 @@ class Tenant:
     name: str
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.AdamW
+
+
+@contextmanager
+def _all_or_none(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Put gradients back if what adds to them fails: a client's next step is sent already, and
+    would be of a part of the batch."""
+    before = [None if one.grad is None else one.grad.clone() for one in parameters]
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        raise
 
 
 class Tenants:
@@ -77,7 +91,7 @@ class Tenants:
         backward: bool,
     ) -> tuple[list[Tensor], float]:
         """Return each datum's log-probabilities, in nats, and the sum of the loss; with
-        ``backward`` its gradients are added to the adapter's.
+        ``backward`` its gradients are added to the adapter's: all of them, or none if it fails.
 
         Raises:
             TrainerError: there is no such adapter or loss, or a datum lacks what it needs.
@@ -87,7 +101,8 @@ class Tenants:
         parsed = [TenantDatum.parse(one, needs) for one in data]
         found: list[Tensor] = [torch.empty(0)] * len(parsed)
         total = 0.0
-        with torch.set_grad_enabled(backward):
+        changed = list(self._tenant(model_id).parameters.values()) if backward else []
+        with _all_or_none(changed), torch.set_grad_enabled(backward):
             for places in passes(parsed, self._pass_tokens):
                 some = [parsed[place].on(self._device) for place in places]
                 logprobs = self._logprobs(some)

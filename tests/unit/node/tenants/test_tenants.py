@@ -144,6 +144,37 @@ def test_a_saved_state_goes_on_as_the_one_that_was_never_saved() -> None:
     assert made.save("a", optimizer=True) == made.save("b", optimizer=True)
 
 
+def test_passes_that_fail_half_way_add_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = [datum(6) for _ in range(5)]
+    made = tenants("a", pass_tokens=6)
+    whole, passes = made._logprobs, 0
+
+    def play(count: int) -> None:
+        made.forward_backward("a", batch[:count], "ppo", settings={}, backward=True)
+
+    def failing(data: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        if passes == 3:
+            raise torch.OutOfMemoryError("out of memory")
+        return whole(data)
+
+    parameters = made._tenants["a"].parameters.values()
+    monkeypatch.setattr(made, "_logprobs", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        play(5)
+    assert all(one.grad is None for one in parameters)
+    passes = -100  # so that none fails
+    play(2)
+    before = [one.grad.clone() for one in parameters if one.grad is not None]
+    passes = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        play(5)
+    after = [one.grad for one in parameters if one.grad is not None]
+    assert len(before) == len(after) == len(parameters)
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
 def test_a_forward_pass_leaves_no_gradient_and_an_unloaded_adapter_nothing() -> None:
     made = tenants("a")
     made.forward_backward("a", [datum(3)], "cross_entropy", settings={}, backward=False)
