@@ -19,7 +19,7 @@ from libra_cli.config.only_with import misplaced_keys
 from libra_cli.config.problems import Problem
 
 if TYPE_CHECKING:
-    from libra_cli.config.environment import EnvironmentSpec
+    from libra_cli.config.environment import EnvironmentSpec, EvaluationSpec
     from libra_cli.config.recipe import NodeSpec, Recipe
     from libra_cli.config.rollout import RolloutSpec
     from libra_cli.config.training import TrainingSpec
@@ -132,14 +132,26 @@ def _same_task_problems(key: str, recipe: Recipe) -> Iterator[Problem]:
                 "trains on: name files of others",
             )
             return
-        if environment.brings_tasks:
+
+
+def held_out_problems(
+    trained: Sequence[EnvironmentSpec], evaluations: Sequence[EvaluationSpec]
+) -> Iterator[Problem]:
+    """Evaluations of what is trained on, in environments that bring their tasks.
+
+    Who reads a recipe to run it asks for them; those of older runs stay readable.
+    """
+    brought = [(number, one) for number, one in enumerate(trained) if one.brings_tasks]
+    for index, one in enumerate(evaluations):
+        if one.environment is None and not one.tasks and brought:
+            number, played = brought[0]
+            key = f"evaluation[{index}].environment"
             yield Problem(
-                (f"{key}.environment", f"environment[{number}].name"),
-                f"is missing, and {environment.name} plays the same tasks whatever the seed, so it "
+                (key, f"environment[{number}].name"),
+                f"is missing, and {played.name} plays the same tasks whatever the seed, so it "
                 "would be evaluated on those that it trains on: name one with others, for example "
-                f"another split ({key}.environment.args)",
+                f"another split ({key}.args)",
             )
-            return
 
 
 def _worker_problems(recipe: Recipe) -> Iterator[Problem]:

@@ -38,7 +38,7 @@ from libra_cli.config.host_ranges import expand_range
 from libra_cli.config.other_names.names import OTHER_NAMES
 from libra_cli.config.problems import Problem, RuleError
 from libra_cli.config.recipe import Recipe
-from libra_cli.config.rules import ALGORITHM_RULES
+from libra_cli.config.rules import ALGORITHM_RULES, held_out_problems
 from libra_cli.config.secrets import holds_token
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core.algorithms.rules import algorithm_problems
@@ -419,7 +419,8 @@ def _validate(data: dict[str, Any], draft: _Draft, *, plays: bool) -> Recipe | N
                 return None
     if recipe is not None:
         agent = recipe.agent if plays else None
-        named = (*_plugin_problems(recipe), *_program_problems(agent))
+        seen = held_out_problems(recipe.environment, recipe.evaluation)
+        named = (*_plugin_problems(recipe), *_program_problems(agent), *seen)
         _note_rules(named or _plan_problems(recipe), draft)
     return recipe
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -316,3 +317,8 @@ def test_workers_are_a_number_or_a_mapping_with_nodes_that_exist(tmp_path: Path)
     ]
     path = write(tmp_path, workers("0"))
     assert "environment.workers.processes: must be greater than or equal to 1" in refusal(path)
+
+
+def test_recipes_of_older_runs_that_evaluate_what_they_train_stay_readable() -> None:
+    told = yaml.safe_load((BAD / "evaluation_of_a_pool.yaml").read_text())
+    assert Recipe.model_validate(told).evaluation[0].environment is None
