@@ -150,7 +150,7 @@ def held_out_problems(
                 (key, f"environment[{number}].name"),
                 f"is missing, and {played.name} plays the same tasks whatever the seed, so it "
                 "would be evaluated on those that it trains on: name one with others, for example "
-                f"another split ({key}.args)",
+                "another split by its args",
             )
 
 

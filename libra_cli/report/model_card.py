@@ -21,9 +21,11 @@ from libra_cli.report.status.steps import yardstick
 from libra_cli.runtime.store.reader import Reader
 
 TAGS = ("libra", "reinforcement-learning", "grpo", "agent")
-_PRIVATE = {"secrets", "headers", "url", "mcp"}
+_PRIVATE = {"secrets", "headers", "url", "mcp", "workers"}
 """Keys that are left out wherever they stand."""
-_DIRECTORY = re.compile(r"(?:^|(?<=[\s=]))[~/](?:[\w.@+-]*/)+(?=\S)")
+_DIRECTORY = re.compile(
+    r"(?:^|(?<=[\s=:,'\"\[(])(?<!:/)|(?<=file://))(?!//)[~/](?:[\w.@+-]*/)+(?=\S)"
+)
 _HOST = re.compile(r"(?<=://)[^\s/]+")
 
 

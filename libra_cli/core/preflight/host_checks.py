@@ -186,8 +186,8 @@ def disk(case: PreflightCase) -> Iterator[Finding]:
                 f"{node.workdir} has {_gib(facts.disk_free)} free, "
                 + (f"a checkpoint needs {_gib(needs.checkpoint)}" if one else "")
                 + ("" if one else f"checkpoints need {_gib(needs.checkpoints)}"),
-                f"training.keep_checkpoints is {case.recipe.training.keep_checkpoints}; the best "
-                "one, one that is being written and the exported model come on top",
+                f"{case.recipe.training.checkpoints_kept} stay (training.keep_checkpoints); the "
+                "best one, one that is being written and the exported model come on top",
                 Remedy("recipe", f"nodes: {{host: {node.host}, workdir: /a/larger/disk}}"),
             )
     yield _least(case, "disk", "free", lambda facts: facts.disk_free)

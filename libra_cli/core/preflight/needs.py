@@ -7,7 +7,7 @@ Reckoned from the size of the model's files and the recipe:
   lie beside them.
 - Of a run that trains an adapter, versions, gradients and checkpoints have the adapter only; each
   rank has the model beside it, in the format that is served.
-- A checkpoint has the float32 weights and both moments of AdamW; ``keep_checkpoints`` of them, the
+- A checkpoint has the float32 weights and both moments of AdamW; ``checkpoints_kept``, the
   best and the one being written, divided among the hosts that train. On the first of these are also
   the models that a run leaves at its end.
 - Memory: the versions, unless they are on a disk, and what each process takes beside its GPU.

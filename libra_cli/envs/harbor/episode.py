@@ -43,6 +43,8 @@ class TaskEpisode:
         self._keep_processes = keep_processes
         self._results: list[VerifierResult] = []
         self._at = 0
+        #: Before the model has done anything: later its absence is the model's doing.
+        self._has_tar = not inside.run("command -v tar").code
         self._begin()
 
     @property
@@ -147,6 +149,11 @@ class TaskEpisode:
             raise EnvironmentBroken(f"{begins_with / 'setup.sh'}: {said(done) or done.code}")
 
     def _test(self) -> VerifierResult:
+        if not self._has_tar:
+            raise EnvironmentBroken(
+                f"{self._step.directory}: its image has no tar, by which tests are copied in",
+                hint="environment.args: {names: [...]} chooses other tasks",
+            )
         if not self._keep_processes:
             self._inside.sandbox.end_processes()
         env = self._resolved(self._step.verifier_env)

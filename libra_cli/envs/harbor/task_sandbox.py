@@ -7,6 +7,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from libra_cli.config.errors import EnvironmentBroken
 from libra_cli.envs.sandbox.sandbox import Completed, Sandbox, Shell
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -67,6 +68,7 @@ def copy_in(
 
     Raises:
         OSError: it does not fit, or the sandbox has no tar.
+        EnvironmentBroken: it took too long, which is the host's doing.
     """
     script = f"mkdir -p -- {quoted(target)} && exec tar -xf - -C {quoted(target)}"
     done = sandbox.run(
@@ -76,6 +78,11 @@ def copy_in(
         stdin=_archive(files, mode),
         timeout_s=COPY_S,
     )
+    if done.timed_out:
+        raise EnvironmentBroken(
+            f"files could not be copied to {target} within {COPY_S:g} s",
+            hint="environment.workers: fewer episodes at once",
+        )
     if done.code:
         raise OSError(f"files cannot be copied to {target}: {said(done) or done.code}")
 

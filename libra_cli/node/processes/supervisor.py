@@ -164,7 +164,7 @@ class Supervisor:
         try:
             child = self._spawn(name, argv, {**env}, cwd or str(self._run_dir), files)
         except OSError as error:
-            self.ports.take_back(ports)
+            self.ports.release(self.ports.take_back(ports).values())
             reason = f"{name}: {error.filename or argv[0]}: {error.strerror}"
             raise AgentRefused(
                 "disk" if error.errno == errno.ENOSPC else "start", reason

@@ -419,7 +419,7 @@ def _validate(data: dict[str, Any], draft: _Draft, *, plays: bool) -> Recipe | N
                 return None
     if recipe is not None:
         agent = recipe.agent if plays else None
-        seen = held_out_problems(recipe.environment, recipe.evaluation)
+        seen = held_out_problems(recipe.environment, recipe.evaluation) if plays else ()
         named = (*_plugin_problems(recipe), *_program_problems(agent), *seen)
         _note_rules(named or _plan_problems(recipe), draft)
     return recipe

@@ -22,6 +22,7 @@ from libra_cli.config.problems import Problem
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.rollout import RESERVED_VLLM_FLAGS
 from libra_cli.config.secrets import known_secrets
+from libra_cli.config.training import TrainingSpec
 from libra_cli.core.algorithms.base import Advantage
 from libra_cli.core.algorithms.grpo import grpo
 from libra_cli.envs.registry import ENVIRONMENTS
@@ -322,3 +323,9 @@ def test_workers_are_a_number_or_a_mapping_with_nodes_that_exist(tmp_path: Path)
 def test_recipes_of_older_runs_that_evaluate_what_they_train_stay_readable() -> None:
     told = yaml.safe_load((BAD / "evaluation_of_a_pool.yaml").read_text())
     assert Recipe.model_validate(told).evaluation[0].environment is None
+    load_recipe(BAD / "evaluation_of_a_pool.yaml", plays=False)  # as libra ps and gc do
+
+
+def test_the_checkpoint_before_the_newest_always_stays() -> None:
+    kept = {number: TrainingSpec(keep_checkpoints=number).checkpoints_kept for number in (1, 2, 5)}
+    assert kept == {1: 2, 2: 2, 5: 5}

@@ -31,7 +31,16 @@ PRIVATE = {
         },
         "mcp": [{"url": "http://gpu-18/mcp", "headers": {"Authorization": "Bearer hidden"}}],
     },
-    "agent": {"command": ["python", f"--path={ALICES}/agent.py", "--at=https://gpu-18:1/v1"]},
+    "agent": {
+        "command": [
+            "python",
+            f"--path={ALICES}/agent.py",
+            "--at=https://gpu-18:1/v1",
+            f"--data=file://{ALICES}/x",
+            f"P=/a/b:{ALICES}/c",
+            f"cat '{ALICES}/d'",
+        ],
+    },
     "evaluation": {
         "environment": {"name": "calculator", "secrets": {"KEY": "hidden"}, "mcp": "http://gpu-18"},
     },
@@ -69,5 +78,12 @@ def test_a_recipe_on_a_card_names_no_hosts_secrets_or_directories(tmp_path: Path
         "rubric": "rubric.txt",
         "prompt": "/no_think Answer in <a></a>, and/or say so.",
     }
-    assert shared["agent"]["command"] == ["python", "--path=agent.py", "--at=https://HOST/v1"]
+    assert shared["agent"]["command"] == [
+        "python",
+        "--path=agent.py",
+        "--at=https://HOST/v1",
+        "--data=file://HOST",
+        "P=b:c",
+        "cat 'd'",
+    ]
     assert shared["model"] == {"path": "Qwen3-1.7B"}

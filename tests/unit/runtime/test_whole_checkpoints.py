@@ -59,7 +59,7 @@ def found(
 def test_the_newest_on_the_disks_counts_though_nobody_had_heard_of_it(
     hosts: dict[str, Host],
 ) -> None:
-    save(hosts, "step-000020-e1", "a", "b")  # keep_checkpoints: 1 has removed the one before
+    save(hosts, "step-000020-e1", "a", "b")
     whole, notes = found(hosts, "step-000010-e1")
     assert (whole.position, whole.trainer_incarnation, notes) == ({"step": 20}, 1, [])
     assert whole.path == str(part(hosts, "a", "step-000020-e1"))
