@@ -8,11 +8,11 @@
     GET /log-ratios?incarnation=&step=&version=
         those of the share's tokens, when it is done (``node.batch.log_ratios``)
 
-A share of a later step may be on its way and is awaited. A request for any other incarnation, step
-or version than the one in the store is answered with 409, for a tensor that is not finished with
-404. It talks to hosts of the run alone (mutual TLS), so that nothing is read or changed on the way,
-and every route demands the run's bearer token. ``GradientStore`` is the object that the computing
-thread and the HTTP threads share. Needs no torch.
+A share of a later step, or of a later trainer, may be on its way and is awaited. A request for any
+other incarnation, step or version than the one in the store is answered with 409, for a tensor that
+is not finished with 404. It talks to hosts of the run alone (mutual TLS), so that nothing is read
+or changed on the way, and every route demands the run's bearer token. ``GradientStore`` is the
+object that the computing thread and the HTTP threads share. Needs no torch.
 """
 
 from __future__ import annotations
@@ -166,7 +166,11 @@ class GradientStore:
 
     def _is_awaited(self, about: Mapping[str, str]) -> bool:
         """The trainer hears of a share a moment before the worker has taken it."""
-        return int(about["incarnation"]) == self.incarnation and int(about["step"]) > self.step
+        if int(about["incarnation"]) != self.incarnation:
+            return False
+        # One that was started again goes back to the step of its checkpoint.
+        asked = _trainer_of(about["version"]), int(about["step"])
+        return asked > (_trainer_of(self.version), self.step)
 
     def gradient(self, about: Mapping[str, str], name: str, first: int, last: int) -> Reply:
         """Answer rows ``[first, last)`` of a finished tensor."""
@@ -201,6 +205,11 @@ class GradientStore:
             f"incarnation {asked[0]}, step {asked[1]}, version {asked[2]} was asked for, here is "
             f"incarnation {here[0]}, step {here[1]}, version {here[2] or 'none'}",
         )
+
+
+def _trainer_of(version: str) -> int:
+    """The incarnation of the trainer that published a version; -1 where there is none."""
+    return int(version.rpartition("-e")[2] or -1)
 
 
 def serve(store: GradientStore, *, bind: str, port: int, credentials: Credentials) -> HostServer:

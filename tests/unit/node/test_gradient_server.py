@@ -74,7 +74,8 @@ def ask(port: int, path: str, query: Mapping[str, Any], token: str = TOKEN) -> t
 def fetch(
     port: int, *, shows: Credentials | None = None, rank: int = 0, world: int = 1, **changes: Any
 ) -> GradientClient:
-    share = WorkerShare("gpu-01/0", 3, url_of(port), "v000006-e1", frozenset({(1, 0)}))
+    version = changes.pop("version", "v000006-e1")
+    share = WorkerShare("gpu-01/0", 3, url_of(port), version, frozenset({(1, 0)}))
     wanted = {
         "weight": Rows((5, 3), *rows_of(5, rank=rank, world=world)),
         "bias": Rows((), *rows_of(1, rank=rank, world=world)),
@@ -246,6 +247,21 @@ def test_a_share_that_the_worker_has_yet_to_take_is_awaited(
     store.finish("weight", in_pieces(tmp_path, world=2))
     complete(store, tmp_path, step=8)
     assert patient.settle(time.monotonic(), DEADLINE_S).problem == ""
+
+
+def test_a_share_of_a_trainer_that_went_back_is_awaited(
+    store: GradientStore, port: int, tmp_path: Path
+):
+    store.drop(7, "v000003-e2 is to be loaded")
+    patient = fetch(port, step=4, version="v000003-e2")
+    assert "not done within 0.5 s" in patient.settle(time.monotonic(), 0.5).problem
+    patient = fetch(port, step=4, version="v000003-e2")
+    store.begin(4, "v000003-e2")
+    store.finish("weight", in_pieces(tmp_path, world=2))
+    complete(store, tmp_path, step=4)
+    assert patient.settle(time.monotonic(), DEADLINE_S).problem == ""
+    late = fetch(port, step=8, version="v000007-e1").settle(time.monotonic(), DEADLINE_S)
+    assert "answered 409" in late.problem, "the trainer before that one is gone"
 
 
 def test_a_worker_that_failed_says_why(store: GradientStore, port: int):
