@@ -21,11 +21,19 @@ class OnResume:
     """Why it may not; empty if it may."""
     whole: bool = False
     """Whether that is so of all that is in it, whatever the marks there say."""
+    where: str = ""
+    """The only value that must stay; empty if every value must."""
 
     @property
     def words(self) -> str:
         """The words that are shown beside the key."""
+        if self.where:
+            return f"may change, but {self.where} must stay: {self.why_not}"
         return f"must stay: {self.why_not}" if self.why_not else "may change"
+
+    def why_not_from(self, before: object) -> str:
+        """Return why a key that was ``before`` may not be another; empty if it may."""
+        return self.why_not if self.where in ("", before) else ""
 
 
 MAY_CHANGE = OnResume()
@@ -35,9 +43,9 @@ UNSAID = OnResume("nobody has said that it may change")
 """The mark of a key that has none; no key is left so."""
 
 
-def fixed(why_not: str) -> OnResume:
-    """Mark a key that must stay as it was."""
-    return OnResume(why_not)
+def fixed(why_not: str, *, where: str = "") -> OnResume:
+    """Mark a key that must stay as it was, or must only if it was ``where``."""
+    return OnResume(why_not, where=where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +107,7 @@ def _between(key: str, before: Any, now: Any, mark: OnResume) -> Iterator[Recipe
         for number, pair in enumerate(zip(before, now, strict=True)):
             yield from changes(*pair, f"{key}[{number}]")
     else:
-        yield RecipeChange(key, _plain(before), _plain(now), mark.why_not)
+        yield RecipeChange(key, _plain(before), _plain(now), mark.why_not_from(before))
 
 
 def _are_sections(value: Any) -> bool:

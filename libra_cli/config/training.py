@@ -190,7 +190,9 @@ class TrainingSpec(Section):
     """
     groups_per_step: Positive = 16
     """Prompts in the global batch, each with a group of trajectories; or demonstrations."""
-    optimizer: Optimizer = "adamw"
+    optimizer: Annotated[
+        Optimizer, fixed("the checkpoint lacks second moments of matrices", where="muon")
+    ] = "adamw"
     """adamw, or adamw_offload: the same steps with its moments in the memory of the host, which
     frees half of what a GPU holds for each parameter and moves 16 bytes of each every step; or
     muon for hidden matrices and AdamW for the rest, which wants sharding: ddp."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from typing import Any
 
 import pytest
@@ -31,7 +33,7 @@ def test_the_schema_and_libra_explain_tell_of_every_key() -> None:
     for section, key in KEYS:
         node = schema if section is Recipe else schema["$defs"][section.__name__]
         words = node["properties"][key]["x-on-resume"]
-        assert words == "may change" or words.startswith("must stay: ")
+        assert re.match("may change$|(may change, but [a-z]+ )?must stay: ", words)
     told = recipe_keys()
     assert told["recipe:run.steps"].on_resume == "may change"
     assert told["recipe:run.seed"].on_resume.startswith("must stay: it draws the tasks")
@@ -78,6 +80,17 @@ def test_another_number_of_environments_must_not_be() -> None:
 def test_an_adapter_s_own_keys_must_stay() -> None:
     one, other = (recipe(training={"lora": {"rank": rank}}) for rank in (4, 8))
     assert found(one, other) == [("training.lora.rank", True)]
+
+
+def test_an_optimizer_that_keeps_less_than_the_others_must_stay() -> None:
+    def under(optimizer: str) -> Recipe:
+        return recipe(training={"optimizer": optimizer, "sharding": "ddp"})
+
+    for before, now in itertools.permutations(("adamw", "adamw_offload", "muon"), 2):
+        told = found(under(before), under(now))
+        assert told == [("training.optimizer", before == "muon")]
+    words = recipe_keys()["recipe:training.optimizer"].on_resume
+    assert words.startswith("may change, but muon must stay: the checkpoint lacks")
 
 
 def test_a_secret_is_not_told() -> None:
