@@ -19,7 +19,8 @@ from libra_cli.config.errors import ProcessError
 from libra_cli.config.training import TrainingSpec
 from libra_cli.node.control import Answer
 from libra_cli.node.heartbeat import Heartbeat
-from libra_cli.node.trainer.commands import CommandQueue, TrainCommand
+from libra_cli.node.trainer import checkpoint
+from libra_cli.node.trainer.commands import CheckpointCommand, CommandQueue, TrainCommand
 from libra_cli.node.trainer.config import TrainerConfig
 from libra_cli.node.trainer.main import TrainerRank, _work
 from libra_cli.node.trainer.trainer import Trainer
@@ -164,6 +165,23 @@ def test_a_version_that_cannot_be_written_fails_the_trainer(tmp_path, monkeypatc
     queue.accepted = 1
     with pytest.raises(ProcessError, match="the version was not written: OSError"):
         told(queue, "published", 1)
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(1, 2), (2, 2), (3, 3)])
+def test_the_checkpoint_that_the_controller_knows_stays_beside_the_newest(
+    tmp_path, monkeypatch, asked: int, kept: int
+):
+    keeps: list[int] = []
+
+    def save(trainer: Any, root: Path, *, ledger: Any, keep: int) -> Path:
+        keeps.append(keep)
+        return root
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    given = replace(config(tmp_path), training=TrainingSpec(keep_checkpoints=asked))
+    rank = TrainerRank(given, None, cast("Trainer", FakeTrainer(rank=1)))
+    rank._obey(CheckpointCommand({}))
+    assert keeps == [kept]
 
 
 class Operations(TorchDispatchMode):  # type: ignore[misc]
