@@ -1,9 +1,9 @@
 """Values that ranks of one world tell each other, as bytes and tensors: never as a pickle.
 
 Whoever unpickles what comes runs whatever its sender says. Here a value becomes msgpack, of which
-the tensors are left out and sent as they are. What msgpack lacks is an extension: tuples, frozen
-sets, arrays, and dataclasses of this package that are imported here already; nothing else can be
-named.
+the tensors and large arrays are left out and sent as they are. What msgpack lacks is an extension:
+tuples, frozen sets, arrays, and dataclasses of this package that are imported here already; nothing
+else can be named.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from torch import Tensor
 from libra_cli.config.errors import TrainerError
 
 OURS = "libra_cli."
-TUPLE, FROZENSET, ARRAY, TENSOR, DATACLASS = range(1, 6)
+TUPLE, FROZENSET, ARRAY, TENSOR, DATACLASS, LARGE_ARRAY = range(1, 7)
 """Codes of msgpack's extension types for what it has no form of."""
+LARGE_BYTES = 256 * 1024
+"""Arrays from this size on are sent as tensors are: an extension, which a batch is one of, holds
+4 GiB at most, and routes of experts are more. Each costs a message, so that small ones stay in."""
 
 
 def encode(value: object) -> tuple[bytes, list[Tensor]]:
@@ -39,6 +42,10 @@ def encode(value: object) -> tuple[bytes, list[Tensor]]:
             tensors.append(part)
             told = [str(part.dtype).removeprefix("torch."), list(part.shape)]
             return msgpack.ExtType(TENSOR, pack(told))
+        if isinstance(part, np.ndarray) and part.nbytes >= LARGE_BYTES:
+            # A copy, as torch writes to what it shares, and arrays of a batch are read-only.
+            tensors.append(torch.from_numpy(np.array(part, order="C").reshape(-1).view(np.uint8)))
+            return msgpack.ExtType(LARGE_ARRAY, pack([part.dtype.str, list(part.shape)]))
         if isinstance(part, Mapping):
             return dict(part)
         if isinstance(part, np.generic):
@@ -79,6 +86,10 @@ def decode(data: bytes) -> tuple[Any, list[Tensor]]:
         if kind == TENSOR:
             tensors.append(_empty(*parts))
             return tensors[-1]
+        if kind == LARGE_ARRAY:
+            array = np.empty(parts[1], dtype=parts[0])
+            tensors.append(torch.from_numpy(array.reshape(-1).view(np.uint8)))
+            return array
         return _made(kind, parts)
 
     def unpack(raw: bytes) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ import msgpack  # noqa: E402
 import numpy as np  # noqa: E402
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadPlan  # noqa: E402
 
@@ -66,6 +67,24 @@ def test_a_batch_arrives_with_its_arrays_and_shares() -> None:
         ours, theirs = getattr(SAMPLE, name), getattr(sample, name)
         assert (theirs.dtype, theirs.tolist()) == (ours.dtype, ours.tolist())
         theirs[0] = 0  # an array of one's own, not a view of what came
+
+
+def test_large_arrays_of_a_batch_go_beside_it_since_an_extension_holds_4_gib() -> None:
+    routes: NDArray[np.uint16] = np.arange(2**20, dtype="<u2").reshape(-1, 4, 8)
+    routes.flags.writeable = False
+    turned = np.asfortranarray(routes[:, :, 0].astype(np.float32).repeat(8, axis=1))
+    samples = tuple(replace(SAMPLE, member=number, routes=routes) for number in range(3))
+    data, sent = messages.encode(TrainCommand(7, samples, {"turned": turned}))
+    assert len(data) < 10_000
+    assert sum(one.nbytes for one in sent) == 3 * routes.nbytes + turned.nbytes
+    found = again(TrainCommand(7, samples, {"turned": turned}))
+    for sample in found.samples:
+        assert sample.routes.dtype == routes.dtype
+        assert np.array_equal(sample.routes, routes)
+        assert sample.token_ids.tolist() == [5, 6]
+    assert np.array_equal(found.ledger["turned"], turned)
+    found.samples[0].routes[0] = 1
+    assert np.array_equal(found.samples[1].routes, routes), "each has its own"
 
 
 def test_tensors_of_any_format_and_place_arrive() -> None:
