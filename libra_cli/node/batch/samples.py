@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +34,8 @@ class Scores:
     estimator compares with: the mean of the group, or of its others."""
 
 
-class SampleImage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SampleImage:
     """An image that ``tokens`` tokens stand for, from ``start`` on."""
 
     start: int

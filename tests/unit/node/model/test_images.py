@@ -153,7 +153,7 @@ def test_the_tower_gets_no_gradient_and_is_in_what_is_published(
 def test_a_count_that_the_trainers_processor_does_not_give_is_refused(reader: ImageReader) -> None:
     one = sample(reader, [RED])
     (image,) = one.images
-    wrong = replace(one, images=(image._replace(tokens=3),))
+    wrong = replace(one, images=(replace(image, tokens=3),))
     with pytest.raises(TrainerError, match="an image is 4 tokens, and its prompt has 3"):
         collate([wrong], CPU, reader=reader)
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadPlan  # noqa: E402
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
-from libra_cli.node.batch.samples import TokenSample  # noqa: E402
+from libra_cli.node.batch.samples import SampleImage, TokenSample  # noqa: E402
 from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
 from libra_cli.node.command_queue import IdleCommand, StopCommand  # noqa: E402
 from libra_cli.node.model import messages, torch_objects  # noqa: E402
@@ -67,6 +67,13 @@ def test_a_batch_arrives_with_its_arrays_and_shares() -> None:
         ours, theirs = getattr(SAMPLE, name), getattr(sample, name)
         assert (theirs.dtype, theirs.tolist()) == (ours.dtype, ours.tolist())
         theirs[0] = 0  # an array of one's own, not a view of what came
+
+
+def test_images_of_a_batch_arrive_with_their_names() -> None:
+    images = (SampleImage(0, 2, b"png"),)
+    (sample,) = again(TrainCommand(7, (replace(SAMPLE, images=images),))).samples
+    assert sample.images == images
+    assert [(one.start, one.tokens, one.png) for one in sample.images] == [(0, 2, b"png")]
 
 
 def test_large_arrays_of_a_batch_go_beside_it_since_an_extension_holds_4_gib() -> None:
