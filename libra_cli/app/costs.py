@@ -15,7 +15,7 @@ from pathlib import Path
 from libra_cli.config.errors import InputError
 from libra_cli.config.recipe import ModelSpec, Recipe
 from libra_cli.core.costs.observed import UNCHECKED_GIB, ObservedCosts
-from libra_cli.core.costs.profile import Profile, ProfileError, passes_of
+from libra_cli.core.costs.profile import Profile, ProfileError, passes_of, shared_part
 from libra_cli.core.evidence import CostEvidence
 from libra_cli.core.launch.placement import open_nodes, seats_of, shapes_of
 from libra_cli.core.launch.process import NUMBER_BYTES
@@ -172,6 +172,7 @@ def _as_the_recipe_trains(recipe: Recipe, costs: CostSource) -> CostSource:
             training,
             facts=facts,
             gradient_bytes=NUMBER_BYTES[given.worker_gradients],
+            shared=shared_part(given),
             link_bandwidth=evidence.link_bandwidth or training.link_bandwidth,
         )
         priced = replace(profile, training=training)

@@ -387,22 +387,11 @@ def _optimizer_problems(training: TrainingSpec) -> Iterator[Problem]:
 
 
 def _elastic_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Slots that would be borrowed from a trainer that never waits, or for shares of a step that
-    has none."""
+    """Slots that would be borrowed from a trainer that never waits."""
     for index, node in enumerate(recipe.nodes):
         if recipe.training.stream and node.share and node.share.serve == "when-idle":
             yield Problem(
                 (f"nodes[{index}].share.serve", "training.stream"),
                 "is when-idle, but with stream the trainer begins a step before its batch is full: "
                 "leave one of them out",
-            )
-    updates = recipe.training.updates
-    if updates == 1:
-        return
-    for index, node in enumerate(recipe.nodes):
-        if "hybrid" in (node.pool or ()):
-            yield Problem(
-                (f"nodes[{index}].pool", "training.minibatches", "training.epochs"),
-                f"is hybrid, but gradient workers cannot help a batch with {updates} updates: make "
-                "it auto (its side is then chosen once), train or rollout",
             )

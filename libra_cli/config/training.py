@@ -438,10 +438,9 @@ class TrainingSpec(Section):
 
     @property
     def shares_steps(self) -> bool:
-        """Whether gradient workers can compute some trajectories of a step by themselves: not where
-        later updates need newer weights, a critic weighs the whole batch, or nothing is played."""
-        needs = self.needs
-        return self.updates == 1 and not (needs.critic or needs.offline)
+        """Whether gradient workers can compute some trajectories of a step's first update by
+        themselves: not where a critic weighs the whole batch, or nothing is played."""
+        return not (self.needs.critic or self.needs.offline)
 
 
 class ReplaySpec(Section):

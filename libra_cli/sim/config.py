@@ -23,7 +23,8 @@ class SimConfig:
     which a trajectory asks so many seconds of a server as ``asks`` tells,
     ``to_training_s`` to start a gradient worker,
     ``resize_s`` to restart the trainer with other slots; ``gradient_s`` how long a worker's
-    gradients of a step travel, ``fixed_s`` what of an optimizer step only the base group has;
+    gradients of a step travel, ``fixed_s`` what of an optimizer step only the base group has,
+    and ``shared`` the share of the others that is its first update's, which workers take part in;
     ``turn_s`` what a turn spends outside engine and tool.
     Where servers share cores with the trainer, ``beside_of`` is what they cost while it works, and
     its step takes ``training_slowdown`` times as long while any of them does, and longer by the
@@ -49,6 +50,7 @@ class SimConfig:
     turn_s: Seconds = 0.0
     gradient_s: Seconds = 0.0
     fixed_s: Seconds = 0.0
+    shared: float = 1.0
     beside_of: Callable[[Bucket], ServerLaw] | None = None
     training_slowdown: float = 1.0
     cache_of: Callable[[Bucket, float], Tokens] | None = None

@@ -41,6 +41,7 @@ def priced_scene(
         turn_s=around.turn_s,
         gradient_s=profile.training.transfer_s,
         fixed_s=profile.training.step_s,
+        shared=profile.training.shared,
         decay=decay,
         beside_of=partial(server_law, beside) if around.serving_slowdown > 1 else None,
         training_slowdown=around.training_slowdown,

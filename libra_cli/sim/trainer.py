@@ -3,8 +3,8 @@
 A step ends when the slowest of those that compute a part of it has: the base group its own groups,
 each gradient worker its partition, once it has loaded the newest version, and sent its gradients,
 as many bytes however small its partition is. What a step costs whatever is in it comes after that,
-once, on the base group. Where servers share cores with the trainer, a step passes more slowly while
-any server has work.
+once, on the base group, and so do its later updates, if it has several. Where servers share cores
+with the trainer, a step passes more slowly while any server has work.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import exp
 from typing import assert_never
 
 from libra_cli.config.age_metrics import AGE_KL, AGE_TOKENS, AGE_WORTH, OLDEST
+from libra_cli.config.minibatches import first_minibatch
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.types import Seconds, Slot, SlotId, Tokens, WeightVersion
@@ -49,8 +50,11 @@ class _Step:
     began: Seconds
     at: Seconds
     own: tuple[a.TrainSample, ...]
+    """Samples of the first update that the base group computes."""
     own_s: Seconds
-    fixed_s: Seconds
+    """Seconds of these on the base group."""
+    after_s: Seconds
+    """Seconds of later updates, and those that a step takes whatever is in it."""
     partitions: list[_Partition]
     crowding: float
     left: Seconds = 0.0
@@ -60,7 +64,7 @@ class _Step:
     def seconds(self) -> Seconds:
         """Seconds until the slowest part is done, at full speed."""
         working = [part.seconds for part in self.partitions if not part.lost]
-        return self.fixed_s + self.crowding * max([self.own_s, *working])
+        return self.after_s + self.crowding * max([self.own_s, *working])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,8 +74,10 @@ class SimTrainer:
 
     ``slowdown`` is how many times as long a step takes while a server has work; ``gradient_s`` how
     long a worker's gradients travel, ``fixed_s`` what a step costs whatever is in it, and
-    ``rank_slowdown`` by which share of it each rank beyond the first slows the others. A token is
-    worth exp(-``decay``) times as much with each version that it is behind.
+    ``rank_slowdown`` by which share of it each rank beyond the first slows the others. ``shared``
+    is the share of a step's computing that its first update has, the first of ``minibatches`` in a
+    pass, which the run's ``seed`` deals. A token is worth exp(-``decay``) times as much with each
+    version that it is behind.
     """
 
     slots: Mapping[SlotId, Slot]
@@ -81,6 +87,9 @@ class SimTrainer:
     clock: Callable[[], Seconds]
     gradient_s: Seconds = 0.0
     fixed_s: Seconds = 0.0
+    shared: float = 1.0
+    minibatches: int = 1
+    seed: int = 0
     resize_s: Seconds = 0.0
     decay: float = 0.0
     rank_slowdown: float = 0.0
@@ -132,18 +141,26 @@ class SimTrainer:
         """Begin a step and schedule its end."""
         shared = {one: share.slot for share in action.shares for one in share.trajectories}
         dealt: dict[SlotId | None, list[a.TrainSample]] = {}
-        for sample in action.samples:
+        for sample in self._of_first_update(action):
             dealt.setdefault(shared.get(sample.trajectory.id), []).append(sample)
         own = tuple(dealt.get(None, ()))
         partitions = [
             self._partition(share, tuple(dealt.get(share.slot, ()))) for share in action.shares
         ]
         now = self.clock()
-        own_s = self._seconds(own, self.base)
+        own_s = self._once_s(own, self.base)
         crowding = 1 + self.rank_slowdown * (self._ranks(partitions) - 1)
-        self._step = step = _Step(action, now, now, own, own_s, self.fixed_s, partitions, crowding)
+        later_s = (1 - self.shared) * self._seconds(action.samples, self.base)
+        after_s = self.fixed_s + later_s
+        self._step = step = _Step(action, now, now, own, own_s, after_s, partitions, crowding)
         step.left = step.seconds
         self._schedule(step)
+
+    def _of_first_update(self, action: a.Train) -> list[a.TrainSample]:
+        groups = [sample.trajectory.id.group for sample in action.samples]
+        seed = (self.seed, action.step)
+        first = first_minibatch(groups, parts=self.minibatches, seed=seed)
+        return [action.samples[index] for index in first]
 
     def drop(self, worker: SlotId, why: str) -> None:
         """Let the base group compute the share of a worker that is gone, after its own part."""
@@ -155,7 +172,7 @@ class SimTrainer:
             before = step.seconds
             part.lost = why
             step.own += part.samples
-            step.own_s = self._seconds(step.own, self.base)
+            step.own_s = self._once_s(step.own, self.base)
             step.left += max(0.0, step.seconds - before)
             self._schedule(step)
 
@@ -216,9 +233,13 @@ class SimTrainer:
         )
 
     def _partition(self, given: a.BatchPartition, samples: tuple[a.TrainSample, ...]) -> _Partition:
-        busy_s = self._seconds(samples, (given.slot,))
+        busy_s = self._once_s(samples, (given.slot,))
         loading_s = max(0.0, self.loaded_at.get(given.slot, 0.0) - self.clock())
         return _Partition(given, samples, busy_s, loading_s + busy_s + self.gradient_s)
+
+    def _once_s(self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId]) -> Seconds:
+        """Seconds of these in the first update alone."""
+        return self.shared * self.minibatches * self._seconds(samples, slots)
 
     def _seconds(self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId]) -> Seconds:
         if not samples:

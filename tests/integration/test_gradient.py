@@ -16,6 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from libra_cli.config.minibatches import first_minibatch  # noqa: E402
 from libra_cli.node.batch.log_ratios import PER_NAT, BranchLogRatios  # noqa: E402
 from libra_cli.node.model.tokenizer import build_tokenizer, save_tokenizer  # noqa: E402
 from libra_cli.node.model.warmup import POSITIONS, new_model  # noqa: E402
@@ -150,6 +151,37 @@ def test_a_worker_that_joins_and_leaves_changes_no_parameter(
         sys.stderr.write(f"largest relative difference of {STEPS} steps: {apart:.1e}\n")
         assert apart <= 1e-5
         assert core.stop() == 0
+
+
+def test_the_first_of_two_updates_is_shared_and_none_is_otherwise(model_dir: Path, tmp_path: Path):
+    updates: dict[str, Any] = {"minibatches": 2, "keep_versions": KEEP}
+    with trainer(tmp_path / "alone", model_dir, **updates) as core:
+        core.wait_ready()
+        losses = [core.step(number)["metrics"]["loss"] for number in (1, 2)]
+        expected, ratios = core.parameters(2), core.log_ratios(2)
+        assert core.stop() == 0
+    with (
+        trainer(tmp_path / "core", model_dir, **updates) as core,
+        worker(tmp_path / "worker", model_dir, minibatches=2) as helper,
+    ):
+        core.wait_ready(), helper.wait_ready()
+        for number, loss in enumerate(losses, 1):
+            groups = [group for group in range(4) if group in first_groups(number)]
+            hand_over(core, helper, number, groups[:1])
+            wait_done(helper, number)
+            offered = [helper.offer(number, groups[:1])]
+            metrics = core.step(number, shares=offered)["metrics"]
+            (report,) = metrics["shares"]
+            used(report)
+            assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
+            assert 0 < metrics["own_tokens"] < metrics["generated_tokens"] - report["tokens"]
+        assert relative_difference(core.parameters(2), expected) <= 1e-5
+        assert core.log_ratios(2).keys() == ratios.keys()
+
+
+def first_groups(step: int) -> set[int]:
+    groups = [one["group"] for one in batch(step)]
+    return {groups[i] for i in first_minibatch(groups, parts=2, seed=(0, step))}
 
 
 WORLDS = [

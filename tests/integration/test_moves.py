@@ -115,7 +115,7 @@ class Scene:
         ]
 
 
-def recipe_text(net: Network, workdir: Path) -> str:
+def recipe_text(net: Network, workdir: Path, **training: Any) -> str:
     """The quickstart's job, smaller; its tools take time, so that the cores have some to spare."""
     document = yaml.safe_load((CHECKOUT / "recipes/quickstart.yaml").read_text())
     document["run"] = {"name": "moves", "steps": 1000, "lease_s": LEASE_S}
@@ -133,7 +133,7 @@ def recipe_text(net: Network, workdir: Path) -> str:
     ]
     document["environment"]["args"] = {"latency_s": 0.3}
     document["rollout"] |= {"sleep": True, "buckets": [{"name": "all", "max_num_seqs": 16}]}
-    document["training"] |= {"groups_per_step": GROUPS, "checkpoint_every": 5}
+    document["training"] |= {"groups_per_step": GROUPS, "checkpoint_every": 5, **training}
     document["planner"] = {"kind": "fixed"}
     return yaml.safe_dump(document)
 
@@ -153,10 +153,13 @@ def workdir_with(models: Path, workdir: Path) -> Path:
 
 
 @contextmanager
-def play(tmp_path_factory, workdir: Path) -> Iterator[Scene]:
+def play(tmp_path_factory, workdir: Path, **training: Any) -> Iterator[Scene]:
     """A run on three hosts that has taken its first steps."""
     base = tmp_path_factory.mktemp("run")
-    with network(3, base / "net") as net, live(recipe_text(net, workdir), base, net.home) as run:
+    with (
+        network(3, base / "net") as net,
+        live(recipe_text(net, workdir, **training), base, net.home) as run,
+    ):
         run.wait_step(2, timeout_s=2 * START_S)  # the model is built first
         yield Scene(run, net)
 

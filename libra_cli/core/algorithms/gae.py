@@ -30,8 +30,7 @@ def problems(recipe: Recipe) -> Iterator[Problem]:
             "leaves out groups in which all rewards are the same, and with advantage: gae they "
             "teach as others do: leave it out",
         )
-    if recipe.training.updates == 1:  # more cannot be shared either, and are told of there
-        yield from _worker_problems(recipe.nodes)
+    yield from _worker_problems(recipe.nodes)
 
 
 def _worker_problems(nodes: Sequence[NodeSpec]) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, assert_never
 
+from libra_cli.config.minibatches import first_minibatch
 from libra_cli.core.actions import (
     Action,
     BatchPartition,
@@ -51,7 +52,8 @@ class GradientWorkers(ReplicaSet):
 
     ``trainer_gpus``: of the trainer group at first; ``gradient_ratio``: bytes of the gradients that
     a worker sends, over those of a version; ``shares_steps``: whether a step can be shared with
-    workers at all; ``whole_groups``: whether all of a group goes to one of them.
+    workers at all; ``whole_groups``: whether all of a group goes to one of them; ``minibatches``:
+    updates of a pass, of which workers share the first of a step, dealt by the run's ``seed``.
     """
 
     events: ClassVar[Any] = WorkerEvent | NodeEvent
@@ -66,8 +68,11 @@ class GradientWorkers(ReplicaSet):
         *,
         shares_steps: bool = True,
         whole_groups: bool = False,
+        minibatches: int = 1,
+        seed: int = 0,
     ) -> None:
         super().__init__()
+        self._minibatches, self._seed = minibatches, seed
         self._whole_groups = whole_groups
         self._shares_steps = shares_steps
         self._gradient_ratio = gradient_ratio
@@ -146,28 +151,37 @@ class GradientWorkers(ReplicaSet):
     # -- shares ---------------------------------------------------------------------------------
 
     def shares(
-        self, samples: Sequence[TrainSample], trainer_gpus: int
+        self, samples: Sequence[TrainSample], trainer_gpus: int, step: int
     ) -> tuple[BatchPartition, ...]:
-        """Return the share of a step for each worker that is ready; the trainer computes the rest,
-        on ``trainer_gpus`` GPUs.
+        """Return the share of a step's first update for each worker that is ready; the trainer
+        computes the rest, on ``trainer_gpus`` GPUs.
         """
         self._speeds.resized(trainer_gpus)
         ready = [replica for replica in self.replicas.values() if self._is_ready(replica)]
         if not self._shares_steps:
-            why = "no share: a batch with several updates has none"
+            why = "no share: a batch that a critic weighs as a whole has none"
             self._unpaid = {one.slot.id: why for one in ready}
             return ()
+        samples = self._of_first_update(samples, step)
         shares = deal_shares(samples, ready, self._speeds, whole_groups=self._whole_groups)
         self._sharing = {share.slot for share in shares}
+        what = "all of the step" if self._minibatches == 1 else "all of the first update"
         alone_s = sum(len(one.tokens.token_ids) for one in samples) / self._speeds.of_trainer()
         transfers = {one.slot.id: self._speeds.transfer_s(one.slot.id) for one in ready}
         self._unpaid = {
             slot: f"no share: its gradients take {transfer_s:.1f} s to fetch, and the trainer "
-            f"computes all of the step in {alone_s:.1f} s"
+            f"computes {what} in {alone_s:.1f} s"
             for slot, transfer_s in transfers.items()
             if slot not in self._sharing and transfer_s >= alone_s
         }
         return shares
+
+    def _of_first_update(self, samples: Sequence[TrainSample], step: int) -> Sequence[TrainSample]:
+        """The samples that need no later weights than workers have, as the trainer deals them."""
+        groups = [sample.trajectory.id.group for sample in samples]
+        seed = (self._seed, step)
+        first = first_minibatch(groups, parts=self._minibatches, seed=seed)
+        return [samples[index] for index in first]
 
     @property
     def would_share(self) -> bool:

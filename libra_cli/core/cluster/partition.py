@@ -1,4 +1,4 @@
-"""Who computes which trajectories of a step: the trainer group or a gradient worker, by speed.
+"""Who computes which trajectories of an update: the trainer group or a gradient worker, by speed.
 
 Trajectories go one by one, since each comes with the baseline of its group; longest first, each to
 whoever would have it done first (longest-processing-time rule, Graham 1969: within 4/3 of the best

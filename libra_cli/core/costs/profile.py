@@ -228,6 +228,8 @@ class TrainingCost:
     """Times that a step computes its tokens forward and backward."""
     updates: int = 1
     """Optimizer updates of a step."""
+    shared: float = 1.0
+    """The share of ``busy_s`` that gradient workers can take part in: that of the first update."""
     link_bandwidth: float = 0.0
     """Bytes a second from a gradient worker to the trainer; 0 until something has come over the
     network, and then transfer counts nothing."""
@@ -244,7 +246,7 @@ class TrainingCost:
         return self.step_s + self.busy_s(ranks, workload) + offload_s
 
     def busy_s(self, ranks: int, workload: Workload) -> Seconds:
-        """Seconds of a step that gradient workers can shorten."""
+        """Seconds of a step that more ranks shorten, and gradient workers as ``shared`` says."""
         exchange_s = self._exchange_s(ranks, workload)
         waited_s = self._attend_s(ranks, workload) + self._travel_s(ranks, workload)
         waited_s += self._inputs_s(ranks, workload)
@@ -434,15 +436,25 @@ def _rank_gib(facts: MemoryModel, shards: int, tokens: Tokens, sharing: int, par
 def passes_of(training: TrainingSpec) -> float:
     """Return how many times a recipe's step computes its tokens, forward and backward being 1.
 
-    A pass without gradient counts ``FORWARD``. There is one more for the policy's log-probabilities
-    before several updates, or where trajectories of a group are compared; one for the reference
-    model's; and one before each update but the first for what a loss compares.
+    A pass without gradient counts ``FORWARD``. There is one more for the log-probabilities that the
+    policy gives, before the first update, to what comes in later ones, or to all where trajectories
+    of a group are compared; one for the reference model's; and one before each update but the first
+    for what a loss compares.
     """
     needs = training.needs
-    before = training.updates > 1 or needs.group_values or training.kl_in_reward
-    without = before + needs.reference
+    once = 1 - 1 / training.minibatches if training.epochs == 1 else 1.0
+    before = 1.0 if needs.group_values or training.kl_in_reward else once
     again = training.epochs - 1 / training.minibatches if needs.group_values else 0.0
-    return training.epochs + FORWARD * (without + again)
+    return training.epochs + FORWARD * (before + needs.reference + again)
+
+
+def shared_part(training: TrainingSpec) -> float:
+    """Return the share of a step's seconds of computing that gradient workers can take part in:
+    that of its first update."""
+    needs = training.needs
+    compared = needs.group_values or training.kl_in_reward
+    first = 1 + FORWARD * (needs.reference + compared)
+    return first / training.minibatches / passes_of(training)
 
 
 WAKE_S: Seconds = 5.0

@@ -89,10 +89,10 @@ class TrainingTable:
         alone_s = self._cost.seconds(base, self._workload)
         if not workers:
             return alone_s
-        busy_s, lag_s = self._cost.busy_s(base, self._workload), self._cost.lag_s
-        worker = self._cost.of_worker
-        each = [worker.busy_s(ranks, self._workload) for ranks in workers]
-        return alone_s - busy_s + together_s(busy_s, [(lag_s, one) for one in each])
+        cost, lag_s = self._cost, self._cost.lag_s
+        shared_s = cost.shared * cost.busy_s(base, self._workload)
+        each = [cost.shared * cost.of_worker.busy_s(one, self._workload) for one in workers]
+        return alone_s - shared_s + together_s(shared_s, [(lag_s, one) for one in each])
 
     def base_group(self, gpus: int, least: int, node: int) -> int:
         """Ranks of the base group to begin with where ``gpus`` train on nodes of ``node``.
@@ -112,13 +112,15 @@ class TrainingTable:
 
     def unpaid(self, base: int) -> str:
         """Why no gradient worker can help so many ranks; empty if one can."""
-        busy_s, transfer_s = self._cost.busy_s(base, self._workload), self._cost.transfer_s
+        busy_s = self._cost.shared * self._cost.busy_s(base, self._workload)
+        transfer_s = self._cost.transfer_s
         if transfer_s < busy_s:
             return ""
+        what = "a step" if self._cost.shared == 1 else "the first update of a step"
         size = self._cost.gradient_bytes * self._cost.facts.parameters / 1e9
         return (
             f"the gradients of a gradient worker are {size:.1f} GB, {transfer_s:.1f} s at "
-            f"{self._cost.link_bandwidth / 1e9:.2g} GB/s, and {base} ranks compute a step in "
+            f"{self._cost.link_bandwidth / 1e9:.2g} GB/s, and {base} ranks compute {what} in "
             f"{busy_s:.1f} s"
         )
 

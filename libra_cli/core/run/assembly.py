@@ -69,15 +69,19 @@ def _limits(rollout: RolloutSpec, max_len: Tokens) -> Limits:
     )
 
 
-def _workers(training: TrainingSpec, dtype: Dtype, train: Sequence[Slot]) -> GradientWorkers:
+def _workers(
+    training: TrainingSpec, dtype: Dtype, train: Sequence[Slot], seed: int
+) -> GradientWorkers:
     """The workers beside a trainer group on these slots; there are none yet. ``dtype`` is the
-    number format of a version.
+    number format of a version, ``seed`` the run's.
     """
     return GradientWorkers(
         sum(slot.num_devices for slot in train),
         NUMBER_BYTES[training.worker_gradients] / NUMBER_BYTES[dtype],
         shares_steps=training.shares_steps,
         whole_groups=training.needs.whole_groups,
+        minibatches=training.minibatches,
+        seed=seed,
     )
 
 
@@ -141,7 +145,8 @@ def assemble(
     )
     by_id = {slot.id: slot for slot in slots}
     train = [by_id[slot_id] for slot_id in plan.train]
-    workers = _workers(recipe.training, dtype_of(recipe.model, train), train)
+    dtype = dtype_of(recipe.model, train)
+    workers = _workers(recipe.training, dtype, train, recipe.run.seed)
     training = _trainer(algorithm, ledger, train)
     models = ModelServers(ledger.models)
     reconciler = Reconciler(servers, workers, models, training, plan, slots)

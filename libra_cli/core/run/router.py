@@ -115,7 +115,7 @@ class NoticeRouter:
             return workers.step_over(notice, now=now)
         gpus = sum(rank.slot.num_devices for rank in self.parts.training.replicas)
         train = notice.train
-        shares = workers.shares(train.samples, gpus)
+        shares = workers.shares(train.samples, gpus, train.step)
         return [*servers.step_begins(), replace(train, shares=shares)]
 
     def _open_under(self, bound: int) -> list[n.Result]:

@@ -8,7 +8,7 @@ pass. The sum over all ranks is the same however the batch is split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,23 +57,6 @@ def _cut(indices: Sequence[int], lengths: Sequence[int], budget: int) -> list[li
             batches.append([index])
             tokens.append(length)
     return batches
-
-
-def minibatches(
-    groups: Sequence[int], *, parts: int, passes: int, seed: Sequence[int]
-) -> Iterator[list[int]]:
-    """Yield the samples of each update on a batch: indices into ``groups``, their groups' numbers.
-
-    Each of the passes deals all groups, whole ones, to ``parts`` minibatches, in an order that
-    depends on nothing but ``seed`` and its number, so that all ranks and a run that goes on have
-    the same. No two minibatches of a pass differ by more than a group, and none is empty.
-    """
-    names = np.unique(np.asarray(groups, dtype=np.int64))
-    for number in range(passes):
-        order = np.random.default_rng((*seed, number)).permutation(names)
-        for part in np.array_split(order, min(parts, len(order))):
-            wanted = set(part.tolist())
-            yield [index for index, group in enumerate(groups) if group in wanted]
 
 
 @dataclass(frozen=True, slots=True)

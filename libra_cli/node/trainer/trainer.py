@@ -13,14 +13,15 @@ and applied::
 
 So a worker that dies or stalls costs the step at most twice its share's time, and never its result.
 
-**Several updates.** With ``minibatches`` or ``epochs`` above 1 there are neither parts nor shares:
-one pass without gradient says what the model thinks of the whole batch (the proximal policy), and
-then each minibatch is an update of its own, divided by its own divisor. A loss that compares the
-trajectories of a group by what the model says of them has that said anew before each update. It is
-still one step: one version, one rate, and metrics that are means over all tokens, or over the
-updates.
+**Several updates.** With ``minibatches`` or ``epochs`` above 1 there are no parts, and each
+minibatch is an update of its own, divided by its own divisor. The first is as above, and shares are
+of its trajectories only: nobody else has the weights that later ones need. Before the weights move,
+a pass without gradient says what the model thinks of what comes later (the proximal policy). A loss
+that compares the trajectories of a group by what the model says of them has all of that said before
+the first update, and anew before each later one. It is still one step: one version, one rate, and
+metrics that are means over all tokens, or over the updates.
 
-**A critic.** With ``advantage: gae`` that pass comes before a single update too: from the hidden
+**A critic.** With ``advantage: gae`` a pass comes before the first update: from the hidden
 states before each turn the critic says what it is worth, which gives the tokens their advantages.
 It learns when the updates of the policy are done (``node.critic``).
 
@@ -49,6 +50,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from libra_cli.config.errors import TrainerError
+from libra_cli.config.minibatches import minibatches
 from libra_cli.node.batch.log_ratios import of_all_generated, pack_log_ratios
 from libra_cli.node.batch.samples import TokenSample, counted
 from libra_cli.node.batch.shares import WorkerShare
@@ -56,7 +58,6 @@ from libra_cli.node.credentials import Credentials
 from libra_cli.node.critic.critic import Critic
 from libra_cli.node.gradient.client import Arrival, GradientClient, Rows
 from libra_cli.node.losses.ratios import effective_sample_size, worth_by_age
-from libra_cli.node.model.batching import minibatches
 from libra_cli.node.model.compiled import CLOCK
 from libra_cli.node.model.expert_parallel import is_parted
 from libra_cli.node.model.pass_of_shards import OutOfMemoryEverywhere
@@ -153,27 +154,25 @@ class Trainer(PolicyModel):
     ) -> dict[str, Any]:
         """*Collective.* One step on the parts and ``samples``; every rank is given all.
 
-        ``samples`` holds those of ``shares`` too; with several updates there are none of these.
+        ``samples`` holds those of ``shares`` too, which are of the first update.
 
         Raises:
-            TrainerError: there is no generated token, memory does not suffice, or the gradient was
-                not finite in ``MAX_SKIPPED`` steps in a row.
+            TrainerError: there is no generated token, memory does not suffice, the gradient was not
+                finite in ``MAX_SKIPPED`` steps in a row, or a share is of a later update.
         """
         started, compiled_s = time.monotonic(), CLOCK.seconds
         samples = self._counted(samples)
         if self._tokens + _generated(samples) + self._left_out == 0:
             raise TrainerError(f"step {step} has no generated token to learn from")
         samples = self._credited(samples)
-        if self.config.training.updates > 1:
-            own, reports = list(samples), []
-            own_s, updates = self._several(step, samples)
-        else:
-            elsewhere = {one for share in shares for one in share.trajectories}
-            own = [sample for sample in samples if sample.trajectory not in elsewhere]
-            with self._fetching(step, samples, shares) as fetches:
-                own_s = self._compute(own)
-                reports = self._settle(fetches, samples)
-            updates = [self._update(step)]
+        if self.config.training.updates > 1 and self.compares:
+            samples = self._score(samples)
+        first, *later = self._minibatches(step, samples)
+        own, elsewhere = _parted(samples, first, shares)
+        with self._fetching(step, elsewhere, shares) as fetches:
+            own_s = self._compute(own)
+            reports = self._settle(fetches, elsewhere)
+        updates = [*self._updates(step, samples, later)]
         self._left_out = 0
         self._gather_log_ratios()
         self._check_finite(step, updates)
@@ -207,27 +206,35 @@ class Trainer(PolicyModel):
             kept = counted(given, self.config.training)
             self.packed_log_ratios = pack_log_ratios(of_all_generated(given, kept, found))
 
-    def _several(self, step: int, samples: Sequence[TokenSample]) -> tuple[float, list[Update]]:
-        """*Collective.* Take all updates of a step; returns the seconds of gradients, and the
-        updates.
-        """
+    def _minibatches(self, step: int, samples: Sequence[TokenSample]) -> list[list[int]]:
+        """The samples of each update of a step, as indices."""
         training = self.config.training
-        began = time.monotonic()
-        known = samples if is_scored(samples) else self._score(samples)
-        seconds, updates = time.monotonic() - began, list[Update]()
-        for indices in minibatches(
-            [sample.group for sample in known],
-            parts=training.minibatches,
-            passes=training.epochs,
-            seed=(self.config.seed, step),
-        ):
-            part, began = [known[index] for index in indices], time.monotonic()
-            if updates and self.compares_values:
-                part = self._score(part)
-            self._compute(part)
-            seconds += time.monotonic() - began
-            updates.append(self._update(step))
-        return seconds, updates
+        if training.updates == 1:
+            return [[*range(len(samples))]]
+        groups, seed = [sample.group for sample in samples], (self.config.seed, step)
+        parts, passes = training.minibatches, training.epochs
+        return [*minibatches(groups, parts=parts, passes=passes, seed=seed)]
+
+    def _updates(
+        self, step: int, samples: Sequence[TokenSample], later: Sequence[Sequence[int]]
+    ) -> Iterator[Update]:
+        """*Collective.* Take the first update of a step, whose gradients are there, and the later
+        ones, of samples that are named by indices."""
+        known = self._known(samples, later)
+        yield self._update(step)
+        for part in known:
+            self._compute(self._score(part) if self.compares_values else part)
+            yield self._update(step)
+
+    def _known(
+        self, samples: Sequence[TokenSample], later: Sequence[Sequence[int]]
+    ) -> list[list[TokenSample]]:
+        """*Collective.* The samples of each later update, with what the policy says of them now."""
+        wanted = sorted({index for part in later for index in part})
+        given = [samples[index] for index in wanted]
+        known = self._score(given) if given and not is_scored(given) else given
+        found = dict(zip(wanted, known, strict=True))
+        return [[found[index] for index in part] for part in later]
 
     def _score(self, samples: Sequence[TokenSample], look: Look | None = None) -> list[TokenSample]:
         """*Collective.* As ``scored``, in micro-batches that memory suffices for."""
@@ -550,6 +557,26 @@ def _shared_by(ranks: int) -> str:
 
 def _generated(samples: Sequence[TokenSample]) -> int:
     return sum(sample.generated for sample in samples)
+
+
+def _parted(
+    samples: Sequence[TokenSample], first: Sequence[int], shares: Sequence[WorkerShare]
+) -> tuple[list[TokenSample], list[TokenSample]]:
+    """The samples of the first update: those in no share, and those in one.
+
+    Raises:
+        TrainerError: a share has a trajectory of a later update.
+    """
+    given = [samples[index] for index in first]
+    for share in shares:
+        if late := sorted(share.trajectories - {sample.trajectory for sample in given}):
+            raise TrainerError(
+                f"the share of {share.worker} names trajectory {late[0]}, which is of a later "
+                "update of the step"
+            )
+    elsewhere = {one for share in shares for one in share.trajectories}
+    own = [sample for sample in given if sample.trajectory not in elsewhere]
+    return own, [sample for sample in given if sample.trajectory in elsewhere]
 
 
 def _of(share: WorkerShare, samples: Sequence[TokenSample]) -> list[TokenSample]:

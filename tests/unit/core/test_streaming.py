@@ -161,7 +161,7 @@ def test_shares_are_of_the_last_part_only():
         end(book, group)
     (step,) = [x for x in training.claim(now=2.0, target=9) if isinstance(x, StepClaimed)]
     assert step.train.parts == 1
-    shares = workers.shares(step.train.samples, 1)
+    shares = workers.shares(step.train.samples, 1, 1)
     assert shares
     shared = {one.group for share in shares for one in share.trajectories}
     assert shared <= {group.id for group in groups[2:]}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from libra_cli.config.minibatches import first_minibatch
 from libra_cli.config.training import TrainingSpec
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
@@ -110,9 +111,9 @@ def test_a_worker_whose_gradients_take_longer_than_the_step_has_no_share():
 def test_a_worker_that_would_not_be_done_in_time_is_told_why():
     workers = GradientWorkers(1, gradient_ratio=2.0)
     status = ready(workers, slot(0), version(1))  # which took 0.1 s
-    assert workers.shares(BATCH, 1)
+    assert workers.shares(BATCH, 1, 1)
     workers.step_over(StepOver((), 1000.0, 1.0), now=2.0)
-    assert workers.shares(BATCH, 1) == ()  # 80 tokens are 0.08 s
+    assert workers.shares(BATCH, 1, 1) == ()  # 80 tokens are 0.08 s
     results = workers.step_over(StepOver((), 1000.0, 1.0), now=3.0)
     assert results == [ReplicaChanged(status)]
     assert status.detail == (
@@ -144,20 +145,31 @@ BATCH = [sample(number, 10) for number in range(8)]
 def test_a_worker_has_a_share_of_the_step_whose_version_it_is_just_loading():
     workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
-    assert workers.shares(BATCH, 1)
+    assert workers.shares(BATCH, 1, 1)
     workers.publish(version(2))
-    assert workers.shares(BATCH, 1)  # it takes it once it has proved the version
+    assert workers.shares(BATCH, 1, 1)  # it takes it once it has proved the version
     prove(workers, status, version(2))
-    assert workers.shares(BATCH, 1)
+    assert workers.shares(BATCH, 1, 1)
 
 
-def test_a_batch_with_several_updates_has_no_shares_and_that_is_told():
+def test_of_several_updates_the_first_is_shared_and_no_other():
+    workers = GradientWorkers(1, minibatches=2, seed=7)
+    ready(workers, slot(0), version(1))
+    batch = [sample(number, 10) for number in range(32)]
+    first = set(first_minibatch(range(4), parts=2, seed=(7, 3)))
+    (share,) = workers.shares(batch, 1, 3)
+    assert len(first) == 2
+    assert {one.group for one in share.trajectories} == first
+    assert workers.would_share
+
+
+def test_a_batch_that_a_critic_weighs_has_no_shares_and_that_is_told():
     workers = GradientWorkers(1, shares_steps=False)
     status = ready(workers, slot(0), version(1))
-    assert workers.shares(BATCH, 1) == ()
+    assert workers.shares(BATCH, 1, 1) == ()
     assert not workers.would_share
     workers.step_over(StepOver(()), now=3.0)
-    assert "several updates" in status.detail
+    assert "a critic" in status.detail
 
 
 def test_a_worker_that_lies_further_back_has_no_share():
@@ -165,9 +177,9 @@ def test_a_worker_that_lies_further_back_has_no_share():
     status = ready(workers, slot(0), version(1))
     workers.publish(version(2))
     workers.publish(version(3))
-    assert workers.shares(BATCH, 1) == ()
+    assert workers.shares(BATCH, 1, 1) == ()
     prove(workers, status, version(2))
-    assert workers.shares(BATCH, 1)
+    assert workers.shares(BATCH, 1, 1)
 
 
 def test_a_worker_that_proves_an_old_version_goes_on_to_the_newest_first():
@@ -186,7 +198,7 @@ def test_the_same_step_of_another_trainer_is_another_version():
     ready(workers, slot(0), version(1, incarnation=1))
     workers.publish(version(1, incarnation=2))
     workers.publish(version(1, incarnation=3))
-    assert workers.shares(BATCH, 1) == ()
+    assert workers.shares(BATCH, 1, 1) == ()
 
 
 @pytest.mark.parametrize("what", ["unreachable", "leaving", "starting"])
@@ -199,7 +211,7 @@ def test_only_a_worker_that_works_and_can_be_reached_has_a_share(what):
         workers.leave(status, "the plan", now=2.0)
         if what == "starting":
             workers.after_end(status, again=True, now=2.0)
-    assert workers.shares(BATCH, 1) == ()
+    assert workers.shares(BATCH, 1, 1) == ()
 
 
 def done(status: Replica, *, used: bool) -> e.ShareDone:
@@ -214,7 +226,7 @@ def test_shares_that_go_unused_in_a_row_take_the_worker_out():
     story = [False] * (MAX_MISSED - 1) + [True] + [False] * MAX_MISSED
     for used in story:
         assert status.state is ReplicaState.TRAINING
-        workers.shares(BATCH, 1)
+        workers.shares(BATCH, 1, 1)
         workers.step_over(StepOver((done(status, used=used),)), now=2.0)
     assert status.state is ReplicaState.STOPPING
     assert status.detail == f"{MAX_MISSED} shares in a row were of no use: late"
@@ -224,10 +236,10 @@ def test_shares_that_go_unused_in_a_row_take_the_worker_out():
 def test_a_worker_has_a_share_as_long_as_its_gradients_have_come_fast_enough(transfer_s, shares):
     workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
-    assert workers.shares(BATCH, 1)
+    assert workers.shares(BATCH, 1, 1)
     came = replace(done(status, used=True), transfer_s=transfer_s)
     workers.step_over(StepOver((came,), 80.0, 8.0), now=2.0)
-    assert bool(workers.shares(BATCH, 1)) is shares
+    assert bool(workers.shares(BATCH, 1, 1)) is shares
 
 
 def test_what_a_worker_of_before_says_changes_nothing():
@@ -243,7 +255,7 @@ def test_what_a_worker_of_before_says_changes_nothing():
 def test_a_leaving_worker_goes_when_the_step_with_its_share_is_over():
     workers = GradientWorkers(1)
     status = ready(workers, slot(0), version(1))
-    workers.shares(BATCH, 1)
+    workers.shares(BATCH, 1, 1)
     assert not any(isinstance(x, a.StopWorker) for x in workers.leave(status, "the plan", now=2.0))
     actions = workers.step_over(StepOver((done(status, used=True),), 10.0, 1.0), now=3.0)
     assert a.StopWorker("w/0", status.incarnation) in actions

@@ -57,7 +57,7 @@ def status(workers: GradientWorkers) -> Replica:
 
 
 def test_a_worker_that_leaves_ends_the_share_it_has(workers, status):
-    assert workers.shares(samples(4), 1)
+    assert workers.shares(samples(4), 1, 1)
     for _ in range(2):  # whoever wants it gone says so again whenever something happens
         assert kinds(workers.leave(status, "not wanted", now=3.0)) == []
         assert status.state is ReplicaState.DRAINING
@@ -72,13 +72,13 @@ def test_a_version_that_does_not_arrive_costs_shares_and_not_the_worker(workers,
     workers.publish(version(2))
     failed = WorkerSyncFailed("b/0", 0, version(2), "no answer")
     assert kinds(workers.sync_failed(failed, now=3.0)) == [], "the same again would fail again"
-    assert workers.shares(samples(4), 1) == ()
+    assert workers.shares(samples(4), 1, 1) == ()
     assert kinds(workers.publish(version(3))) == [SyncWorker]
     workers.publish(version(4))
     failed = WorkerSyncFailed("b/0", 0, version(3), "no answer")
     assert kinds(workers.sync_failed(failed, now=4.0)) == [SyncWorker], "a newer one is there"
     workers.synced(WorkerSynced("b/0", 0, version(4), 0.0, 0.0, 0.0, 5.0), now=5.0)
-    assert workers.shares(samples(4), 1)
+    assert workers.shares(samples(4), 1, 1)
     assert status.failures == 0
 
 

@@ -20,6 +20,7 @@ from libra_cli.core.costs.profile import (
     ProfileError,
     TrainingCost,
     passes_of,
+    shared_part,
 )
 from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.evidence import Starts
@@ -223,9 +224,9 @@ def test_a_step_takes_as_long_as_its_passes(
     minibatches: int, epochs: int, kl_coef: float, loss: str
 ) -> None:
     training = TrainingSpec(minibatches=minibatches, epochs=epochs, kl_coef=kl_coef, loss=loss)
-    several = minibatches * epochs > 1
+    later = 1.0 if epochs > 1 else 1 - 1 / minibatches
     passes = passes_of(training)
-    assert passes == epochs + 0.25 * (several + (kl_coef > 0))
+    assert passes == epochs + 0.25 * (later + (kl_coef > 0))
     work = workload(2000, 4000)
     cost = replace(TRAINING, passes=passes, updates=training.updates)
     assert cost.compute_s(8, work) == pytest.approx(passes * TRAINING.compute_s(8, work))
@@ -236,6 +237,14 @@ def test_passes_of_losses_that_compare_trajectories() -> None:
     assert passes_of(TrainingSpec(loss="tba")) == 1.5
     assert passes_of(TrainingSpec(loss="tba", minibatches=4, epochs=2)) == 2.5 + 0.25 * 1.75
     assert passes_of(TrainingSpec(kl_coef=0.1, kl_in_reward=True)) == 1.5
+
+
+def test_workers_can_share_the_first_update_and_no_later_one() -> None:
+    assert shared_part(TrainingSpec()) == 1.0
+    assert shared_part(TrainingSpec(kl_coef=0.1, loss="tba")) == 1.0
+    assert shared_part(TrainingSpec(minibatches=2)) == 0.5 / 1.125
+    assert shared_part(TrainingSpec(epochs=2)) == 1 / 2.25
+    assert shared_part(TrainingSpec(minibatches=2, epochs=2)) == 0.5 / 2.25
 
 
 def test_each_update_exchanges_and_fetches_moments() -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from libra_cli.config.algorithms import LOSSES  # noqa: E402
 from libra_cli.config.errors import TrainerError  # noqa: E402
+from libra_cli.config.minibatches import minibatches  # noqa: E402
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.node.batch.samples import TokenSample, read_samples  # noqa: E402
 from libra_cli.node.losses.protocol import (  # noqa: E402
@@ -26,7 +27,6 @@ from libra_cli.node.losses.protocol import (  # noqa: E402
     needs_reference,
 )
 from libra_cli.node.losses.trajectory_balance import log_ratio, tba  # noqa: E402
-from libra_cli.node.model.batching import minibatches  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
 from tests.trainers import batch, config_of  # noqa: E402
 

@@ -14,11 +14,14 @@ import pytest
 np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
+from libra_cli.config.errors import TrainerError  # noqa: E402
+from libra_cli.config.minibatches import minibatches  # noqa: E402
 from libra_cli.node.batch.samples import Scores, TokenSample, read_samples  # noqa: E402
+from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
 from libra_cli.node.losses.policy_gradient import dapo  # noqa: E402
 from libra_cli.node.losses.protocol import LossInputs, LossOutputs  # noqa: E402
 from libra_cli.node.losses.ratios import effective_sample_size, rollout_sums  # noqa: E402
-from libra_cli.node.model.batching import collate, minibatches  # noqa: E402
+from libra_cli.node.model.batching import collate  # noqa: E402
 from libra_cli.node.model.policy import PolicyModel  # noqa: E402
 from libra_cli.node.model.scores import BranchScores, mean_of, with_scores  # noqa: E402
 from libra_cli.node.trainer import checkpoint  # noqa: E402
@@ -351,3 +354,31 @@ def test_demonstrations_are_imitated_and_compared_with_no_rollout_policy(make):
     assert losses[0] > losses[-1]
     assert 0 <= metrics[0]["token_accuracy"] <= metrics[-1]["token_accuracy"] <= 1
     assert not {"rollout_kl", "effective_sample_size"} & metrics[0].keys()
+
+
+def test_a_share_of_a_later_update_is_refused(make: Callable[..., Trainer]):
+    given, trainer = samples(1), make(minibatches=2)
+    (_, later) = minibatches([one.group for one in given], parts=2, passes=1, seed=(0, 1))
+    late = frozenset({given[later[0]].trajectory})
+    share = WorkerShare("w/0", 1, "https://127.0.0.1:1#w", "v000000-e0", late)
+    with pytest.raises(TrainerError, match="of a later update"):
+        trainer.train(1, given, [share])
+
+
+def test_what_the_first_of_two_updates_takes_is_not_scored_before_it(
+    make: Callable[..., Trainer], monkeypatch: pytest.MonkeyPatch
+):
+    given, scored = samples(1), list[TokenSample]()
+    inner = PolicyModel.scored
+
+    def spied(self: Any, some: Sequence[TokenSample], look: Any = None) -> list[TokenSample]:
+        scored.extend(some)
+        return inner(self, some, look)
+
+    monkeypatch.setattr(PolicyModel, "scored", spied)
+    make(minibatches=2).train(1, given)
+    (_, later) = minibatches([one.group for one in given], parts=2, passes=1, seed=(0, 1))
+    assert {one.key for one in scored} == {given[index].key for index in later}
+    scored.clear()
+    make(minibatches=2, epochs=2).train(1, given)
+    assert len(scored) == len(given)
