@@ -89,6 +89,12 @@ class FakeEngine:
         self.loaded.append(label)
         return {"paused_s": 0.1, **self.unproved}
 
+    def sleep(self) -> list[tuple[str, dict[str, Any]]]:
+        return []
+
+    def wake(self) -> None:
+        pass
+
     def counters(self) -> dict[str, float]:
         raise RuntimeError("a bug")
 

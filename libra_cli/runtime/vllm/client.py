@@ -101,9 +101,21 @@ class ServerClient(ControlClient):
                 if time.monotonic() > give_up:
                     raise ServerError(f"not ready after {timeout_s:.0f} s: {error}") from error
             await asyncio.sleep(POLL_S)
-        left_s = max(CONTROL_TIMEOUT_S, give_up - time.monotonic())
         order = _order([1], max_tokens=1, cache_salt="first")
-        await self._call("generate", order, timeout_s=left_s)
+        await self._repeat("generate", order, timeout_s=give_up - time.monotonic())
+
+    async def _repeat(self, operation: str, order: Answer, *, timeout_s: float) -> Answer:
+        """The answer to an order that may be given twice, which it is where the host is out of
+        reach meanwhile. Raises ServerError, ServerUnreachable after ``timeout_s`` at the latest."""
+        give_up = time.monotonic() + timeout_s
+        while True:
+            left_s = max(CONTROL_TIMEOUT_S, give_up - time.monotonic())
+            try:
+                return await self._call(operation, order, timeout_s=left_s)
+            except ServerUnreachable:
+                if self._closed or time.monotonic() > give_up:
+                    raise
+            await asyncio.sleep(POLL_S)
 
     @reads_answers(ServerError)
     async def check(self) -> None:
@@ -213,12 +225,12 @@ class ServerClient(ControlClient):
     @reads_answers(ServerError)
     async def sleep(self) -> None:
         """Have it give back weights and KV cache; it does nothing then until ``wake``."""
-        await self._call("sleep", {}, timeout_s=SLEEP_S)
+        await self._repeat("sleep", {}, timeout_s=SLEEP_S)
 
     @reads_answers(ServerError)
     async def wake(self) -> None:
         """Have it take memory again; a version must be loaded next."""
-        await self._call("wake", {}, timeout_s=SLEEP_S)
+        await self._repeat("wake", {}, timeout_s=SLEEP_S)
 
     async def _prepare(self, directory: str, timeout_s: float) -> int:
         """Wait until its workers have a version in memory; it goes on generating.
@@ -252,7 +264,7 @@ class ServerClient(ControlClient):
         Raises:
             ServerError: it does not say.
         """
-        answer = await self._call("facts", {})
+        answer = await self._repeat("facts", {}, timeout_s=CONTROL_TIMEOUT_S)
         words = str(answer["version"]), int(answer["kv_tokens"]), str(answer["engine"])
         return ServerFacts(*words)
 

@@ -184,3 +184,23 @@ def test_a_refusal_is_told_from_a_failure():
     assert isinstance(done, TurnFailed)
     assert done.refused
     assert "no prompt" in done.reason
+
+
+def test_a_server_whose_host_is_out_of_reach_as_it_starts_sleeps_or_wakes_is_asked_again():
+    async def scene(client: ServerClient, _: FakeEngine) -> set[str]:
+        asked, lost = client._call, {"generate", "facts", "sleep", "wake"}
+
+        async def call(operation: str, order: Any, **limits: Any) -> Any:
+            if operation in lost:
+                lost.remove(operation)
+                raise ServerUnreachable("n/0: the connection was closed")
+            return await asked(operation, order, **limits)
+
+        client._call = call  # type: ignore[method-assign]
+        await client.wait_ready(timeout_s=DEADLINE_S)
+        assert (await client.facts()).version
+        await client.sleep()
+        await client.wake()
+        return lost
+
+    assert play(scene) == set()
