@@ -45,7 +45,9 @@ class TaskEpisode:
         self._at = 0
         #: Before the model has done anything: later its absence is the model's doing.
         self._has_tar = not inside.run("command -v tar").code
-        self._begin()
+        if failed := self._begin():
+            self.close()
+            raise EnvironmentBroken(failed)
 
     @property
     def instruction(self) -> str:
@@ -97,9 +99,7 @@ class TaskEpisode:
         """Test the present step, and begin the next one; False if that was the last, or too bad.
 
         It is False, too, if the model keeps the next one's files out; that one is tested as it is.
-
-        Raises:
-            EnvironmentBroken: the next step's setup.sh fails.
+        Where the next one's setup.sh fails, by what the model has left, that one counts as 0.
         """
         if self._at + 1 >= len(self._steps):
             return False
@@ -108,10 +108,12 @@ class TaskEpisode:
         self._at += 1
         self._shell.close()
         try:
-            self._begin()
+            failed = self._begin()
         except OSError:
             return False
-        return True
+        if failed:
+            self._results.append(VerifierResult(said=failed))
+        return not failed
 
     def finish(self) -> VerifierResult:
         """Test the present step unless that was done, and return the result of the whole task."""
@@ -136,17 +138,16 @@ class TaskEpisode:
     def _step(self) -> HarborTask:
         return self._steps[self._at]
 
-    def _begin(self) -> None:
-        """Copy in what a step begins with, and run its setup.sh."""
+    def _begin(self) -> str:
+        """Copy in what a step begins with, run its setup.sh, and return why that failed, if so."""
         self._worked_s = 0.0
         self._shell = self._inside.shell()
         begins_with = self._step.directory / "workdir"
         if len(self._steps) == 1 or not begins_with.is_dir():
-            return
+            return ""
         self._inside.put(begins_with, self._inside.workdir)
         done = self._inside.run("! [ -f setup.sh ] || { bash setup.sh && rm setup.sh; }")
-        if done.code:
-            raise EnvironmentBroken(f"{begins_with / 'setup.sh'}: {said(done) or done.code}")
+        return f"{begins_with / 'setup.sh'}: {said(done) or done.code}" if done.code else ""
 
     def _test(self) -> VerifierResult:
         if not self._has_tar:

@@ -225,6 +225,25 @@ def test_a_step_whose_files_the_model_keeps_out_is_tested_as_it_is(begin: Begin)
 
 
 @needs_sandboxes
+def test_a_step_whose_setup_the_model_makes_fail_counts_as_zero(begin: Begin) -> None:
+    environment = begin()
+    bash(environment, "echo first second > state; mkdir ready")
+    assert environment.reply("Done.") is None
+    assert environment.score("Done.") == 0.5, "its tests would have given it 1"
+    assert "setup.sh: " in environment.said
+
+
+@needs_sandboxes
+def test_a_first_step_whose_setup_fails_is_the_environments_fault(tmp_path: Path) -> None:
+    task = written(tmp_path)
+    (task / "steps/one/workdir").mkdir()
+    (task / "steps/one/workdir/setup.sh").write_text("echo no; exit 3\n")
+    environment = Harbor(str(task.parent), base="host", cache=str(tmp_path / "cache"))
+    with pytest.raises(EnvironmentBroken, match=r"one/workdir/setup\.sh: no"):
+        environment.reset({"task": "steps"}, 0)
+
+
+@needs_sandboxes
 def test_solutions_of_all_steps_solve_the_task(begin: Begin) -> None:
     environment = begin()
     assert environment.solve() == ""
