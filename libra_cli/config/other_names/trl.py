@@ -146,13 +146,29 @@ def _length_of_run(given: Given) -> Made:
     yield Setting("run.steps", STEPS_UNKNOWN, told)
 
 
+_SAVED_OTHERWISE = {
+    "no": (Why.MISSING, "a run always has checkpoints, by which it goes on after any end"),
+    "epoch": (Why.BRING, "gives no number of steps: set training.checkpoint_every"),
+    "best": (Why.NOT_NEEDED, "the best checkpoint stays in any case"),
+}
+
+
 def _checkpoints(given: Given) -> Made:
-    if given.get("save_strategy", "steps") != "steps":
+    strategy = given.get("save_strategy", "steps") or "no"
+    if strategy != "steps":
+        yield LeftOut("save_strategy", *one_of(_SAVED_OTHERWISE, "strategy")(strategy))
+        if "save_steps" in given:
+            yield LeftOut("save_steps", Why.NOT_NEEDED, "TRL reads it with save_strategy: steps")
         return
-    steps = given.number("save_steps")
+    steps, total = given.number("save_steps"), _steps(given)
     if steps >= 1:
         count = math.ceil(steps / _updates(given))
-        yield Setting("training.checkpoint_every", count, given.told("save_steps"))
+    elif steps > 0 and total is not None:
+        count = math.ceil(steps * total)
+    else:
+        yield LeftOut("save_steps", Why.BRING, "gives no number: set training.checkpoint_every")
+        return
+    yield Setting("training.checkpoint_every", count, given.told("save_steps"))
 
 
 def _evaluation(given: Given) -> Made:
@@ -235,17 +251,21 @@ def _clip(given: Given) -> Made:
 
 
 def _importance(given: Given) -> Made:
-    if given.get("vllm_importance_sampling_correction") is False:
+    if given.get(_CORRECTION) is False:
         yield Setting("training.sampler_correction", "none", "as given")
         return
     key = "vllm_importance_sampling_mode"
     if not any(one in given for one in (key, _FLOOR, *_CAPS)):
+        if _CORRECTION in given:
+            reason = "names no mode: libra corrects by its own (training.sampler_correction)"
+            yield LeftOut(_CORRECTION, Why.NOT_NEEDED, reason)
         return
     mode = str(given.get(key, "sequence_mask"))
     yield Setting("training.sampler_correction", mode, given.told(key))
     yield from _bounds_of_weights(given, mode)
 
 
+_CORRECTION = "vllm_importance_sampling_correction"
 _CAPS = ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max")
 _FLOOR = "vllm_importance_sampling_clip_min"
 
@@ -385,7 +405,7 @@ _MODEL_AND_OPTIMIZER: tuple[KeyRule, ...] = (
     joint(
         "save_steps save_strategy",
         "training.checkpoint_every",
-        "updates / (minibatches x epochs)",
+        "updates / (minibatches x epochs), below 1 a share of max_steps; only of steps",
         _checkpoints,
     ),
     same("save_total_limit", "training.keep_checkpoints"),

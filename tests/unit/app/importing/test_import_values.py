@@ -270,6 +270,44 @@ def test_evaluations_of_trl_without_a_number_of_steps_are_told(made, settings, k
     assert one.told.problems == ""
 
 
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [("epoch", Why.BRING), ("no", Why.MISSING), (False, Why.MISSING), ("best", Why.NOT_NEEDED)],
+)
+def test_checkpoints_of_trl_that_go_by_no_steps_are_told(made, strategy: str | bool, why: Why):
+    one = made("grpo.yaml", {"num_generations": 8, "save_strategy": strategy, "save_steps": 50})
+    assert one["training.checkpoint_every"] is None
+    assert (one.why["save_strategy"], one.why["save_steps"]) == (why, Why.NOT_NEEDED)
+    assert not {"save_strategy", "save_steps"} & set(one.told.translated)
+    assert one.told.problems == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"save_strategy": "steps", "save_steps": 50}, 50),
+        ({"save_steps": 0.1, "max_steps": 200}, 20),
+        ({"save_steps": 0.1}, None),
+        ({"save_steps": 0, "max_steps": 200}, None),
+    ],
+)
+def test_a_share_of_steps_of_trl_is_counted_where_the_steps_are_known(made, settings, count):
+    one = made("grpo.yaml", {"num_generations": 8, **settings})
+    assert one["training.checkpoint_every"] == count
+    assert ("save_steps" in one.why) == (count is None)
+
+
+def test_a_correction_of_trl_that_names_no_mode_is_told(made):
+    key = "vllm_importance_sampling_correction"
+    one = made("grpo.yaml", {"num_generations": 8, key: True})
+    assert one["training.sampler_correction"] is None
+    assert one.why[key] is Why.NOT_NEEDED
+    assert key not in one.told.translated
+    more = made("grpo.yaml", {"num_generations": 8, key: True, f"{key[:-10]}cap": 2.0})
+    assert more["training.sampler_correction"] == "sequence_mask"
+    assert key not in more.why
+
+
 @pytest.mark.parametrize("scale", ["none", "batch", False])
 def test_a_scale_of_trl_that_divides_by_nothing_is_written(made, scale: str | bool):
     one = made("grpo.yaml", {"num_generations": 8, "scale_rewards": scale, "top_p": "None"})
