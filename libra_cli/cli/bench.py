@@ -31,6 +31,7 @@ from libra_cli.cli.reports import (
     Json,
     one_by_one,
     only_json,
+    reporting,
     run_experiments,
     show_report,
     tell_report,
@@ -38,7 +39,7 @@ from libra_cli.cli.reports import (
     working,
     write_json,
 )
-from libra_cli.cli.terminal import err, errors_told, out
+from libra_cli.cli.terminal import err, out
 
 bench = typer.Typer(
     help="Measure policies and planners in a simulator, on real traces.",
@@ -128,7 +129,7 @@ def run(
     from libra_cli.core.json_form import json_form
     from libra_cli.report.terminal.what_if import what_if_view
 
-    with errors_told():
+    with reporting(json_file):
         staleness = RULES[parse_names("rule", rule, tuple(RULES))[0]] if rule else ""
         kind = parse_names("planner", planner, ("fixed", "libra"))[0] if planner else ""
         with working() as progress:
@@ -146,7 +147,7 @@ def staleness(context: typer.Context, asked: BenchOptions) -> None:
     from libra_cli.bench.staleness import staleness as compare
     from libra_cli.sim.traces import load_trace
 
-    with errors_told():
+    with reporting(asked.json_file):
         # Nothing here makes an ExperimentConfig, which has them among its warnings.
         warn([note for name in asked.traces for note in load_trace(name).notes])
         with working() as progress:
@@ -164,7 +165,7 @@ def routing(context: typer.Context, asked: BenchOptions) -> None:
     from libra_cli.bench.report.routing import routing_report
     from libra_cli.bench.routing import routing as compare
 
-    with errors_told():
+    with reporting(asked.json_file):
         traces = traces_of(asked.traces)
         warn([note for trace in traces for note in trace.notes])
         with working() as progress:
@@ -184,7 +185,7 @@ def paper(context: typer.Context, asked: BenchOptions) -> None:
     from libra_cli.bench.results import FORMAT
 
     began, quiet = time.monotonic(), only_json(asked.json_file)
-    with errors_told():
+    with reporting(asked.json_file, asked.out_dir):
         tables = []
         for table in one_by_one(partial(tables_of, SMALL if asked.quick else WHOLE)):
             tables.append(table)
@@ -210,7 +211,7 @@ def _tournament(context: typer.Context, asked: BenchOptions) -> None:
     if foreign := sorted(given(context) & {*DRAWN, "out_dir"}):
         flag = flag_of(context, foreign[0])
         raise typer.BadParameter(f"--random draws what {flag} says: leave it out")
-    with errors_told():
+    with reporting(asked.json_file):
         traces = traces_of(asked.traces)
         with working() as progress:
             bouts = tournament(
@@ -231,7 +232,7 @@ def _calibrate(asked: BenchOptions, named: set[str]) -> None:
     assert asked.calibrate is not None
     if named - {"calibrate", "out_dir", "json_file"}:
         raise typer.BadParameter("--calibrate goes with --out and --json only")
-    with errors_told():
+    with reporting(asked.json_file):
         with working() as progress:
             # It takes minutes: where no line can be drawn over, lines are written.
             note = progress if err.is_terminal else err.print

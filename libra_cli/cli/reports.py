@@ -34,6 +34,20 @@ def working() -> Iterator[Progress]:
         yield lambda text: status.update(escape(text))
 
 
+@contextmanager
+def reporting(json_file: Path | None, out_dir: Path | None = None) -> Iterator[None]:
+    """Tell errors, the first of them of a file of the report that could not be written."""
+    from libra_cli.bench.report.files import REPORT
+    from libra_cli.runtime.result_files import check_place
+
+    with errors_told():
+        if json_file is not None and not only_json(json_file):
+            check_place(json_file, hint=f"ls -ld {json_file.parent}")
+        if out_dir is not None:
+            check_place(out_dir / REPORT, hint=f"ls -ld {out_dir}")
+        yield
+
+
 def one_by_one(make: Callable[[Progress], Iterator[_Item]]) -> Iterator[_Item]:
     """Yield what is made, and say on the terminal what is going on until each is there."""
     notes: list[Progress] = [_by_part(err.print)]
@@ -83,7 +97,7 @@ def run_experiments(
     from libra_cli.bench.results import to_json
 
     began, quiet = time.monotonic(), only_json(json_file)
-    with errors_told():
+    with reporting(json_file, out_dir):
         config = ExperimentConfig.parse(asked)
         warn(config.warnings)
         with working() as progress:

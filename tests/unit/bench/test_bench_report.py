@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
@@ -21,7 +22,9 @@ from libra_cli.bench.contenders import POLICIES
 from libra_cli.bench.report.html import bench_page
 from libra_cli.bench.report.terminal import amount, change, comparison_view
 from libra_cli.bench.results import compare
+from libra_cli.cli import bench, reports
 from libra_cli.cli.main import app
+from libra_cli.config.errors import ExitCode
 from libra_cli.sim.traces import load_trace, shipped_traces
 from tests.sample_bench import MAKESPANS, PLANNERS, Runs, result, rows, timeline
 
@@ -303,3 +306,24 @@ def test_the_setting_of_a_bench_needs_a_known_name() -> None:
         "heddle",
     )
     assert parse_names("policy", "", ["heddle", "libra"]) == ("heddle", "libra")
+
+
+PAGES = ["", "schedule", "plan", "regret", "paper"]
+OBJECTS = [*PAGES, "plan --random 2", "run {0}", "staleness", "routing", "--calibrate r.yaml"]
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [f"{one} --json {place}" for one in OBJECTS for place in ("{0}", "{0}/file/x.json")]
+    + [f"{one} --out {{0}}/file" for one in PAGES],
+)
+def test_a_place_that_cannot_be_written_is_told_before_the_work(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (reports, bench):
+        monkeypatch.setattr(module, "working", lambda: pytest.fail("the work has begun"))
+    (tmp_path / "file").touch()
+    done = libra(*shlex.split(typed.format(tmp_path)))
+    assert done.exit_code == ExitCode.WRONG_INPUT, done.output
+    assert str(tmp_path) in done.output
+    assert "next: ls -ld" in done.output
