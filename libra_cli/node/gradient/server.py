@@ -208,8 +208,9 @@ class GradientStore:
 
 
 def _trainer_of(version: str) -> int:
-    """The incarnation of the trainer that published a version; -1 where there is none."""
-    return int(version.rpartition("-e")[2] or -1)
+    """The incarnation of the trainer that published a version; -1 where its name tells none."""
+    _, mark, number = version.rpartition("-e")
+    return int(number) if mark and number.isdecimal() else -1
 
 
 def serve(store: GradientStore, *, bind: str, port: int, credentials: Credentials) -> HostServer:

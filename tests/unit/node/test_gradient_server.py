@@ -264,6 +264,19 @@ def test_a_share_of_a_trainer_that_went_back_is_awaited(
     assert "answered 409" in late.problem, "the trainer before that one is gone"
 
 
+@pytest.mark.parametrize("version", ["v1", "7", "v000006-e", "v000006-ex"])
+def test_a_version_whose_name_tells_no_trainer_is_answered(port: int, version: str):
+    later = ask(port, "/share", {**ABOUT, "step": "8", "version": version})
+    assert later[0] == HTTPStatus.CONFLICT
+
+
+def test_versions_whose_names_tell_no_trainer_are_awaited_by_step(store: GradientStore):
+    store.begin(7, "v1")
+    for step, state in ((7, "running"), (8, "awaited")):
+        status, answer = store.share({**ABOUT, "step": str(step), "version": "v1"}, 0, 0.0)
+        assert (status, answer["state"]) == (HTTPStatus.OK, state)
+
+
 def test_a_worker_that_failed_says_why(store: GradientStore, port: int):
     store.drop(7, "the worker was stopped")
     arrival = fetch(port).settle(time.monotonic(), DEADLINE_S)
