@@ -73,6 +73,11 @@ class Architecture(Protocol):
         """The sizes of a layer's attention heads."""
 
     @property
+    def scored_heads(self) -> int:
+        """Query heads of a layer of whose scores the trainer makes matrices, a row of the whole
+        context for every token: 0 where it attends by torch's kernels, which make none."""
+
+    @property
     def routed_experts(self) -> int:
         """Experts of a layer that routers choose among; 0 of a dense model."""
 
@@ -161,6 +166,8 @@ class DenseTransformer:
     """Parameters of the adapter that is trained in place of all; None if there is none."""
     head: int = 128
     """Units of one head."""
+    scored_heads: int = 0
+    """All query heads where scores are capped, as Gemma 2's, and else none."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DenseTransformer:
@@ -181,6 +188,7 @@ class DenseTransformer:
             vocabulary=int(inside["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings", False)),
             head=head,
+            scored_heads=heads if inside.get("attn_logit_softcapping") is not None else 0,
         )
 
     def with_adapter(self, lora: LoraSpec | None) -> DenseTransformer:
@@ -258,8 +266,8 @@ class DenseTransformer:
 
     @property
     def splits_rows(self) -> bool:
-        """Whether ranks may train on parts of a sequence: always."""
-        return True
+        """Whether ranks may train on parts of a sequence: where torch's kernels attend."""
+        return not self.scored_heads
 
     @property
     def active_parameters(self) -> int:

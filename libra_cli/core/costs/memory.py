@@ -27,6 +27,16 @@ hidden, q and k in all query and key heads, and i inner units::
 While a layer is computed again there is what none keeps of it, but for the products that selective
 has kept already.
 
+Where **scores** of attention are capped (Gemma 2) none of torch's kernels attend, and h heads have
+matrices of t by t numbers in each layer, t being one trajectory. In bytes a number of one, as
+counted by the tracker on transformers' code, in bfloat16 and float32::
+
+    none        c + 4, and c more where that is not 4: of the cap, of the softmax in float32, and
+                of what is multiplied with the values
+    selective   c: of the product of queries and keys
+    full        0
+    backward    12 + c of the layer at which it is
+
 Where n ranks share a forward pass (``training.cp_size``) t is what one has of it, and attention
 keeps the keys and values that are repeated (``costs.heads``) while a layer is computed again.
 
@@ -161,7 +171,7 @@ def rank_memory(
     if activation_offload and choice != "none":
         kept -= tokens * _input_bytes(shape, sharded, width) * max(0, shape.layers - 2)
     doubled = width * shape.heads.repeated(cp_size) + shape.travelling_bytes(ep_size, width)
-    computed = float(tokens * doubled)
+    computed = tokens * doubled + _scores(shape, tokens, choice, width)
     again = _again(shape, choice, width)
     if tiled_mlp and (tiled := shape.tiled_bytes(width)):
         few = min(tokens, TILE_TOKENS)
@@ -301,7 +311,19 @@ def _activations(
         kept += {"none": 12, "selective": 4 - width, "full": 4 - width}[choice] * shape.hidden
         inside = shape.parameters - shape.outer_parameters
         copies = 0 if choice == "full" else width * inside
+    kept += shape.scored_heads * tokens * _kept_of_score(choice, width)
     return float(tokens * shape.layers * kept + copies)
+
+
+def _scores(shape: Architecture, tokens: Tokens, choice: Checkpointing, width: int) -> float:
+    """Bytes that one layer's matrices of scores have besides while its backward pass is there."""
+    numbers = float(shape.scored_heads * tokens**2)
+    return numbers * (12 + width - _kept_of_score(choice, width))
+
+
+def _kept_of_score(choice: Checkpointing, width: int) -> int:
+    """Bytes that a layer keeps for each number of its matrices of scores."""
+    return {"none": 4 + width * (1 + (width < 4)), "selective": width, "full": 0}[choice]
 
 
 def _input_bytes(shape: Architecture, sharded: bool, width: int) -> int:

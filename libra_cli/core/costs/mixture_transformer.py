@@ -211,6 +211,10 @@ class MixtureTransformer:
         return Heads(self.attention.query, self.attention.key, self.attention.head)
 
     @property
+    def scored_heads(self) -> int:
+        return 0
+
+    @property
     def expert_parameters(self) -> int:
         """Parameters of one expert of one layer."""
         biases = 2 * self.expert_inner + self.hidden if self.biased else 0

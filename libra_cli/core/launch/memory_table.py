@@ -223,7 +223,7 @@ def _rank(
     whose = f"that {sharing} ranks share, each with" if sharing > 1 else "of"
     line = (
         f"{name}, each of {world} rank{'s' * (world > 1)}, micro-batches {whose} "
-        f"{-(-conditions.tokens // sharing):,} tokens: {held:.1f} GiB = {told}"
+        f"{-(-conditions.row(shape) // sharing):,} tokens: {held:.1f} GiB = {told}"
     )
     if not on_gpu:
         return MemoryLine(line, process, kind)

@@ -58,6 +58,8 @@ class RankConditions:
     """Whether the rank is its whole world, and communicates with no other."""
     casts_head: bool = False
     """Whether logits are products of float32 copies: GPUs sum up those of bfloat16 in float32."""
+    max_len: int | None = None
+    """Tokens of the longest trajectory; None: ``tokens``."""
 
     @classmethod
     def of(cls, recipe: Recipe, *, on_gpu: bool, dtype: Dtype, ranks: int) -> RankConditions:
@@ -79,7 +81,13 @@ class RankConditions:
             may_keep_more=on_gpu and training.activation_checkpointing == "auto" and not lean,
             alone=ranks == 1,
             casts_head=recipe.model.fp32_lm_head and dtype != "float32" and not on_gpu,
+            max_len=recipe.model.max_len,
         )
+
+    def row(self, shape: Architecture) -> int:
+        """Tokens of the largest row: a micro-batch, or one trajectory, where the model's layers
+        cannot tell trajectories in a row from one another."""
+        return (self.max_len or self.tokens) if shape.scored_heads else self.tokens
 
     def use(self, shape: Architecture, shards: int, sharing: int = 1) -> MemoryUse:
         """Return the memory of a rank that shares a replica's states with ``shards - 1`` others,
@@ -88,7 +96,7 @@ class RankConditions:
         return rank_memory(
             shape,
             world=shards,
-            tokens=self.tokens,
+            tokens=self.row(shape),
             choice=self.choice,
             width=self.width,
             optimizer=self.optimizer,
@@ -105,7 +113,7 @@ class RankConditions:
         """Return GiB of its host's memory that a rank locks for activations; 0 without offload."""
         if not self.activation_offload or self.choice == "none":
             return 0.0
-        tokens = -(-self.tokens // sharing)
+        tokens = -(-self.row(shape) // sharing)
         sharded = self.sharded or shards > 1
         return offloaded_bytes(shape, sharded=sharded, tokens=tokens, width=self.width) / GIB
 
@@ -167,7 +175,7 @@ class RankConditions:
         """Tokens of the longest trajectory that a GPU of this size has the memory for."""
 
         def held(tokens: int) -> float:
-            return replace(self, tokens=tokens).use(shape, shards, sharing).total
+            return replace(self, tokens=tokens, max_len=tokens).use(shape, shards, sharing).total
 
         return longest_context(held, (USABLE_SHARE * gpu_gib - self.overhead_gib) * GIB)
 

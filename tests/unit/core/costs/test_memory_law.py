@@ -57,6 +57,48 @@ def test_a_config_json_that_says_too_little_is_named_with_what_it_lacks():
         architecture_of({**CONFIG, "num_experts": 128}, "m")
 
 
+def test_a_cap_of_scores_in_a_config_json_is_matrices_of_all_heads():
+    capped = architecture_of({**CONFIG, "attn_logit_softcapping": 50.0}, "m")
+    assert capped == replace(MODEL, scored_heads=16)
+    assert architecture_of({**CONFIG, "attn_logit_softcapping": None}, "m") == MODEL
+    assert (MODEL.splits_rows, capped.splits_rows) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("choice", "width", "bytes_of_one"),
+    [
+        ("full", 2, 14),
+        ("selective", 2, 27 * 2 + 14),
+        ("none", 2, 27 * 8 + 14),
+        ("none", 4, 27 * 8 + 16),
+    ],
+)
+def test_matrices_of_scores_are_in_the_layers_that_keep_them(
+    choice: Checkpointing, width: int, bytes_of_one: int
+):
+    tokens = 16_384
+
+    def layer(shape: DenseTransformer) -> float:
+        use = rank_memory(shape, world=8, tokens=tokens, choice=choice, width=width)
+        assert use.moment == "layer"
+        return use.parts["activations"]
+
+    more = layer(replace(MODEL, scored_heads=16)) - layer(MODEL)
+    assert more == pytest.approx(16 * tokens**2 * bytes_of_one)
+
+
+def test_a_row_of_a_model_with_matrices_of_scores_is_one_trajectory():
+    recipe = sample_world.recipe(model={"max_len": 2048}, training={"micro_batch_tokens": 16_384})
+    conditions = RankConditions.of(recipe, on_gpu=True, dtype="bfloat16", ranks=8)
+    capped = replace(MODEL, scored_heads=16)
+    assert (conditions.row(MODEL), conditions.row(capped)) == (16_384, 2048)
+    own = rank_memory(capped, world=8, tokens=2048, choice="full").total
+    assert conditions.use(capped, 8).total == own
+    assert conditions.degrees(capped, 8) == [1]
+    room = conditions.longest(capped, 8, 1, 80.0)
+    assert 2048 < room < conditions.longest(MODEL, 8, 1, 80.0)
+
+
 SMALL = DenseTransformer(
     layers=2, hidden=4, query=10, key=100, inner=1000, vocabulary=10_000, tied=False
 )

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks  # noqa: E402
 from torch.distributed._tools.mem_tracker import MemTracker  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from transformers import AutoModelForCausalLM, Qwen3Config  # noqa: E402
+from transformers import AutoModelForCausalLM, Gemma2Config, Qwen3Config  # noqa: E402
 
 from libra_cli.config.training import TrainingSpec  # noqa: E402
 from libra_cli.core.costs.architecture import PUBLISHED, DenseTransformer  # noqa: E402
@@ -34,6 +34,7 @@ from libra_cli.node.model import sharding  # noqa: E402
 from libra_cli.node.model.activations import checkpoint_activations  # noqa: E402
 from libra_cli.node.model.batching import collate  # noqa: E402
 from libra_cli.node.model.context_parallel import ContextGroup, context_group  # noqa: E402
+from libra_cli.node.model.packed_attention import attention_of  # noqa: E402
 from libra_cli.node.model.scoring import ScoringModel  # noqa: E402
 from libra_cli.node.model.tiled_mlp import tile_mlp  # noqa: E402
 from libra_cli.node.trainer.optimizer import optimizer_of  # noqa: E402
@@ -49,16 +50,19 @@ MODELS = {name: PUBLISHED[f"Qwen3-{name}"] for name in ("0.6B", "1.7B", "8B", "1
 
 
 def config_of(shape: DenseTransformer) -> Any:
-    return Qwen3Config(
-        vocab_size=shape.vocabulary,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.query // 128,
-        num_key_value_heads=shape.key // 128,
-        head_dim=128,
-        tie_word_embeddings=shape.tied,
-    )
+    sizes = {
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.query // 128,
+        "num_key_value_heads": shape.key // 128,
+        "head_dim": 128,
+        "tie_word_embeddings": shape.tied,
+    }
+    if shape.scored_heads:
+        return Gemma2Config(**sizes, final_logit_softcapping=None)
+    return Qwen3Config(**sizes)
 
 
 @contextlib.contextmanager
@@ -98,7 +102,7 @@ class Tracked:
 
 def built(shape: DenseTransformer, mesh: DeviceMesh | None) -> Any:
     model = AutoModelForCausalLM.from_config(
-        config_of(shape), dtype=torch.float32, attn_implementation="sdpa"
+        config_of(shape), dtype=torch.float32, attn_implementation=attention_of(config_of(shape))
     )
     if mesh is not None:
         sharding.shard(model, mesh, bf16=True)
@@ -274,6 +278,18 @@ def test_the_law_is_within_10_percent_where_ranks_share_a_long_pass(
     with fake_world(world, cp_size) as (mesh, context):
         counted = tracked(shape, world, choice, mesh, TrainingSpec(), context, tokens)
     said = rank_memory(shape, world=world, tokens=tokens, choice=choice, cp_size=cp_size)
+    assert said.total == pytest.approx(counted.step, rel=0.10), said
+
+
+@pytest.mark.parametrize(
+    ("world", "choice"), [(8, "full"), (8, "none"), (1, "selective"), (1, "full")]
+)
+def test_the_law_is_within_10_percent_where_scores_are_capped(world: int, choice: Checkpointing):
+    """To the model the row is one trajectory, for its layers cannot tell several from one."""
+    shape = replace(MODELS["1.7B"], layers=LAYERS, vocabulary=32_000, scored_heads=16)
+    with fake_world(world) as (mesh, _):
+        counted = tracked(shape, world, choice, mesh, TrainingSpec())
+    said = rank_memory(shape, world=world, tokens=TOKENS, choice=choice)
     assert said.total == pytest.approx(counted.step, rel=0.10), said
 
 
