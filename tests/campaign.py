@@ -243,7 +243,7 @@ class Campaign(World):
                 e.TrainerFailed(0, "stray"),
                 e.NodeBack("z", frozenset()),
                 e.TimerFired("again rollout z/9 0"),
-                e.TimerFired("restart trainer"),
+                e.TimerFired("trainer"),
                 e.TimerFired("gone z"),
             )
         )

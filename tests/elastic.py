@@ -83,7 +83,7 @@ class Scene(World):
 
     def time_is_up(self, slot: SlotId) -> None:
         """The phase that the slot's move is in has taken as long as it may."""
-        self.give(e.TimerFired(self.move(slot).timer))
+        self.give(e.TimerFired(self.move(slot).timer.name))
 
     def arrive(self) -> None:
         """Every move under way ends."""

@@ -62,13 +62,13 @@ from libra_cli.core.events import (
 )
 from libra_cli.core.notices import ProcessGone, ReplicaChanged, Result
 from libra_cli.core.records import NoteRecord
+from libra_cli.core.timer_key import TimerKey, TimerOwner
 from libra_cli.core.types import Role, Seconds, Slot, SlotId
 
 GONE_S: Seconds = 3600.0
 """Seconds that a run with nothing else to do waits for a node that was given up. Chosen: a host
 that is repaired or rebooted by hand is back by then.
 """
-TIMER = "again "
 
 
 class ReplicaSet(ABC):
@@ -230,7 +230,7 @@ class ReplicaSet(ABC):
             return self.start(replica, now=now)
         replica.resting = True
         replica.detail = f"{why}; it is started again after {wait_s:.0f} s"
-        return [Wake(self._timer(replica), wait_s), ReplicaChanged(replica)]
+        return [Wake(self._timer(replica).name, wait_s), ReplicaChanged(replica)]
 
     def _give_up(self, replica: Replica, why: str, told: str, now: Seconds) -> list[Result]:
         replica.move(ReplicaState.FAILED, now=now, why=why)
@@ -238,18 +238,19 @@ class ReplicaSet(ABC):
         slot = replica.slot
         text = f"{slot.id}: {told} is tried again in {LATER_S / 60:.0f} min; "
         note = NoteRecord("slot", slot.id, now, f"{text}libra logs {slot.node} says more")
-        return [Wake(self._timer(replica), LATER_S), Save(note), ReplicaChanged(replica)]
+        return [Wake(self._timer(replica).name, LATER_S), Save(note), ReplicaChanged(replica)]
 
-    def _timer(self, replica: Replica) -> str:
-        return f"{TIMER}{self.role} {replica.slot.id} {replica.incarnation}"
+    def _timer(self, replica: Replica) -> TimerKey:
+        about = (self.role, replica.slot.id, str(replica.incarnation))
+        return TimerKey(TimerOwner.REPLICA, about)
 
     def rested(
-        self, timer: str, restarts: Callable[[Replica], bool], *, now: Seconds
+        self, timer: TimerKey, restarts: Callable[[Replica], bool], *, now: Seconds
     ) -> list[Result]:
         """Act on a timer: a replica's rest is over, or a replica
         that was given up is tried again.
         """
-        role, slot, incarnation = timer.removeprefix(TIMER).split(" ")
+        role, slot, incarnation = timer.about
         replica = self.current(slot, int(incarnation)) if role == self.role else None
         if replica is None:
             return []

@@ -26,10 +26,10 @@ from libra_cli.core.cluster.restarts import RestartBudget, told_of
 from libra_cli.core.lifecycle import follow
 from libra_cli.core.notices import ReplicaChanged, ResizeRefused, Result
 from libra_cli.core.records import NoteRecord
+from libra_cli.core.timer_key import TimerKey, TimerOwner
 from libra_cli.core.types import LostGpu, Role, Seconds, Slot, SlotId
 
 RESTART_EVERY_S: Seconds = 60.0
-TIMER = "restart trainer"
 DAMAGED = "is damaged"
 """Words in the error of a trainer that cannot start from its
 checkpoint (``node.trainer.checkpoint``).
@@ -250,7 +250,8 @@ class TrainerLife:
         return any((slot.node, gpu) in self._lost for gpu in slot.gpus)
 
     def _wake(self, wait_s: Seconds, now: Seconds) -> Wake:
-        return Wake(TIMER, max(wait_s, self._started_at + RESTART_EVERY_S - now))
+        rest_s = max(wait_s, self._started_at + RESTART_EVERY_S - now)
+        return Wake(TimerKey(TimerOwner.TRAINER).name, rest_s)
 
     def _give_up(self, now: Seconds) -> list[Result]:
         self.enter(TrainerState.FAILED)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from libra_cli.core.reconcile.desired_state import Served
 from libra_cli.core.records import MoveRecord
+from libra_cli.core.timer_key import TimerKey, TimerOwner
 from libra_cli.core.types import Role, Seconds, SlotId
 
 DONE, FAILED = "done", "failed"
@@ -122,9 +123,9 @@ class SlotMigration:
         self.state, self.ended_at, self.detail = state, now, detail
 
     @property
-    def timer(self) -> str:
-        """The name of the deadline of the phase under way."""
-        return f"{TIMER}{self.number} {self.phase}"
+    def timer(self) -> TimerKey:
+        """The key of the deadline of the phase under way."""
+        return TimerKey(TimerOwner.MOVE, (str(self.number), str(self.phase)))
 
     def record(self) -> MoveRecord:
         ends = [began for _, began in self.phases[1:]] + [self.ended_at]
@@ -141,6 +142,3 @@ class SlotMigration:
             phases_json=dumps(rows),
             detail=self.detail,
         )
-
-
-TIMER = "move "

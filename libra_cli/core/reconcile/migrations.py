@@ -25,6 +25,7 @@ from libra_cli.core.reconcile.migration import (
     MigrationPhase,
     SlotMigration,
 )
+from libra_cli.core.timer_key import TimerKey
 from libra_cli.core.types import Role, Seconds, Slot, SlotId
 
 Reshape: TypeAlias = Mapping[SlotId, tuple[Role, Served | None]]
@@ -178,7 +179,7 @@ class MigrationTracker:
             and move.incarnation is None
         ):
             move.incarnation, move.request_s = new.incarnation, new.request_s
-        return [Wake(move.timer, LIFECYCLE[phase].deadline_s), Save(move.record())]
+        return [Wake(move.timer.name, LIFECYCLE[phase].deadline_s), Save(move.record())]
 
     def _broken(self, move: SlotMigration, new: Replica | None) -> str:
         """Return why the new process is no more; empty while it may still come up."""
@@ -212,7 +213,7 @@ class MigrationTracker:
 
     # -- when it fails --------------------------------------------------------------------------
 
-    def deadline(self, timer: str, *, now: Seconds) -> list[Result]:
+    def deadline(self, timer: TimerKey, *, now: Seconds) -> list[Result]:
         """Act on a phase that has taken as long as it may: end it, or fail the move."""
         move = next((m for m in self.moves.values() if m.timer == timer), None)
         if move is None or move.phase is None:

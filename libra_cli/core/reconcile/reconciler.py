@@ -36,11 +36,11 @@ from libra_cli.core.notices import PlanMended, Result, TurnsBroken
 from libra_cli.core.reconcile.desired_state import DesiredState, Served
 from libra_cli.core.reconcile.migration import SlotMigration
 from libra_cli.core.reconcile.migrations import WORKING, MigrationTracker
+from libra_cli.core.timer_key import TimerKey, TimerOwner
 from libra_cli.core.types import Bucket, Plan, Role, Seconds, Slot, SlotId, devices_of
 
 GRACE_S: Seconds = 10.0
 DRAIN_S: Seconds = 120.0
-TIMER = "drain "
 ABORT, OUT = "abort", "out"
 WHY = "the plan has something else on it"
 _LEAVING = (ReplicaState.DRAINING, ReplicaState.FALLING_ASLEEP, ReplicaState.STOPPING)
@@ -236,8 +236,11 @@ class Reconciler:
         if server.state is not ReplicaState.SERVING:
             return self._servers.take_out(server, WHY, now=now)
         self._draining.add(server.slot.id)
-        timer = f"{TIMER}{server.slot.id} {server.incarnation}"
-        times = [Wake(f"{timer} {ABORT}", GRACE_S), Wake(f"{timer} {OUT}", DRAIN_S)]
+        about = server.slot.id, str(server.incarnation)
+        times = [
+            Wake(TimerKey(TimerOwner.DRAIN, (*about, what)).name, after_s)
+            for what, after_s in ((ABORT, GRACE_S), (OUT, DRAIN_S))
+        ]
         return [*self._servers.drain(server, WHY, now=now), *times]
 
     def _stop_drained(self, now: Seconds) -> list[Result]:
@@ -271,9 +274,9 @@ class Reconciler:
             for slot, served in wanted.items()
         )
 
-    def overdue(self, timer: str, *, now: Seconds) -> list[Result]:
+    def overdue(self, timer: TimerKey, *, now: Seconds) -> list[Result]:
         """Break off the turns of a draining server whose time is up, or take the server out."""
-        slot, incarnation, what = timer.removeprefix(TIMER).rsplit(" ", 2)
+        slot, incarnation, what = timer.about
         server = self._servers.current(slot, int(incarnation))
         if server is None or server.state is not ReplicaState.DRAINING:
             return []
@@ -365,7 +368,7 @@ class Reconciler:
         """End the moves under way, since the run ends."""
         return self._tracker.end(why, now=now)
 
-    def deadline(self, timer: str, *, now: Seconds) -> list[Result]:
+    def deadline(self, timer: TimerKey, *, now: Seconds) -> list[Result]:
         """Act on a phase of a move that has taken as long as it may."""
         return self._tracker.deadline(timer, now=now)
 

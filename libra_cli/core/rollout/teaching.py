@@ -24,9 +24,9 @@ from array import array
 from libra_cli.core.actions import Action, AskTeacher, Save, Wake
 from libra_cli.core.events import TeacherFailed
 from libra_cli.core.records import NoteRecord
+from libra_cli.core.timer_key import TimerKey, TimerOwner
 from libra_cli.core.types import Branch, Seconds, Trajectory, TrajectoryId
 
-TIMER = "ask teacher"
 FIRST_S: Seconds = 2.0
 LONGEST_S: Seconds = 60.0
 STRIKES = 3
@@ -102,7 +102,7 @@ class TeacherQueue:
             return []
         self._paused, self._pauses = True, self._pauses + 1
         pause_s = min(FIRST_S * 2.0 ** (self._pauses - 1), LONGEST_S)
-        return [Save(self._note(since, now)), Wake(TIMER, pause_s)]
+        return [Save(self._note(since, now)), Wake(TimerKey(TimerOwner.TEACHING).name, pause_s)]
 
     def _note(self, since: Seconds, now: Seconds) -> NoteRecord:
         left = max(0.0, self._patience_s - (now - since))

@@ -69,7 +69,7 @@ from libra_cli.core.rollout.rows import (
     trajectory_record,
     turn_record,
 )
-from libra_cli.core.rollout.teaching import TIMER, TeacherQueue, take_logprobs, taught_branches
+from libra_cli.core.rollout.teaching import TeacherQueue, take_logprobs, taught_branches
 from libra_cli.core.rollout.turns import (
     ABORTED,
     LENGTH,
@@ -230,11 +230,9 @@ class Trajectories:
         silent = self.teacher is not None and self.teacher.is_silent
         return "the teacher, which does not answer" if silent else ""
 
-    def timer_fired(self, name: str) -> list[Result]:
-        """The teacher's pause is over, if that is the timer."""
-        if name != TIMER or self.teacher is None:
-            return []
-        return [*self.teacher.again()]
+    def ask_again(self) -> list[Result]:
+        """The pause of a teacher that did not answer is over."""
+        return [] if self.teacher is None else [*self.teacher.again()]
 
     # -- opening and placing --------------------------------------------------------------------
 

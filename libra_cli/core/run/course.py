@@ -20,10 +20,10 @@ from libra_cli.core.rollout.active import Stage
 from libra_cli.core.run import evaluating
 from libra_cli.core.run.assembly import RunParts
 from libra_cli.core.run.state import Phase
+from libra_cli.core.timer_key import TimerKey, TimerOwner
 from libra_cli.core.types import Seconds
 
 DRAIN_S: Seconds = 30.0
-TIMER = "drain"
 RESUME = "then: libra run RECIPE --resume RUN_DIR"
 
 
@@ -84,7 +84,7 @@ class RunCourse:
         self._drains_since = now
         parts.run.enter(Phase.DRAINING)
         parts.run.outcome, parts.run.error = outcome, error
-        return [Wake(TIMER, DRAIN_S)]
+        return [Wake(TimerKey(TimerOwner.COURSE).name, DRAIN_S)]
 
     def drain_over(self, *, now: Seconds) -> Iterator[Result]:
         """End the turns under way, and stop; a step or a checkpoint
@@ -93,7 +93,7 @@ class RunCourse:
         training, waited_s = self._parts.training, now - self._drains_since
         if training.at_work and waited_s < training.patience_s:
             yield from self._parts.rollout.abandon(now=now)
-            yield Wake(TIMER, DRAIN_S)
+            yield Wake(TimerKey(TimerOwner.COURSE).name, DRAIN_S)
             return
         if training.at_work:
             self._fail(f"{training.work} did not end within {waited_s:.0f} s", RESUME)

@@ -9,9 +9,9 @@ from libra_cli.core.evaluation.ledger import EvaluationState
 from libra_cli.core.notices import Result
 from libra_cli.core.records import EvaluationRecord, Record
 from libra_cli.core.run.assembly import RunParts
+from libra_cli.core.timer_key import TimerKey, TimerOwner
 from libra_cli.core.types import Seconds
 
-TIMER = "evaluation"
 STALLED_S: Seconds = 1800.0
 """Once nothing is trained any more, evaluations of which no turn has come back for so long are cut.
 Chosen: a turn of 64,000 tokens takes less, at 40 a second."""
@@ -69,6 +69,11 @@ def cut(parts: RunParts, why: str, *, now: Seconds) -> Iterator[Result]:
         yield from parts.rollout.cut(one, why, now=now)
 
 
+def wake(after_s: Seconds = STALLED_S) -> Wake:
+    """The timer at which it is looked whether evaluations go on."""
+    return Wake(TimerKey(TimerOwner.EVALUATING).name, after_s)
+
+
 def stalled(parts: RunParts, *, now: Seconds) -> Iterator[Result]:
     """Cut the evaluations of which no turn has come back for
     ``STALLED_S``, once training is over.
@@ -77,7 +82,7 @@ def stalled(parts: RunParts, *, now: Seconds) -> Iterator[Result]:
         return
     quiet_s = now - parts.evaluations.went_on_at if parts.evaluations.running else 0.0
     if quiet_s < STALLED_S:
-        yield Wake(TIMER, STALLED_S - quiet_s)
+        yield wake(STALLED_S - quiet_s)
         return
     yield from cut(parts, f"no turn of it came back for {quiet_s:.0f} s", now=now)
     parts.evaluations.close()

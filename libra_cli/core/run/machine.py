@@ -258,7 +258,7 @@ class Machine:
             yield from evaluating.cut(self.parts, why, now=now)
             yield from course.wind_down("finished", "", now=now)
         elif over and not was_over:
-            yield a.Wake(evaluating.TIMER, evaluating.STALLED_S)
+            yield evaluating.wake()
         elif run.phase is Phase.STARTING and (self._has_rollout or ready):
             run.enter(Phase.RUNNING)
         if run.phase is not Phase.RUNNING:

@@ -11,7 +11,7 @@ import pytest
 from libra_cli.config.errors import LibraError
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
-from libra_cli.core.cluster.trainer_life import TIMER as RESTART_TIMER
+from libra_cli.core.timer_key import TimerOwner
 from libra_cli.core.types import WeightVersion
 from libra_cli.runtime import driver as driver_module
 from libra_cli.runtime.adoption.run_log import RunLog
@@ -82,7 +82,7 @@ class Stage:
         self.world._perform(action)
         while self.world._heap:
             _, _, event = self.world._heap.pop(0)
-            if isinstance(event, e.TimerFired) and event.name != RESTART_TIMER:
+            if isinstance(event, e.TimerFired) and event.name != TimerOwner.TRAINER:
                 continue
             self.driver.post(event)
 

@@ -61,7 +61,7 @@ def test_a_trainer_waits_for_a_node_of_its_ranks_and_goes_on_when_it_is_back():
     started = len(world.did(a.StartTrainer))
     for _ in range(20):
         world.now += 60.0
-        world.give(e.TimerFired("restart trainer"))
+        world.give(e.TimerFired("trainer"))
     assert len(world.did(a.StartTrainer)) == started
     world.give(e.NodeBack("c", frozenset()))
     world.steps_on(2)

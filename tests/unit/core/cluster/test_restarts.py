@@ -20,8 +20,9 @@ from libra_cli.core.cluster.restarts import (
     RestartBudget,
 )
 from libra_cli.core.cluster.rollout_servers import MAX_BROKEN_SYNCS
-from libra_cli.core.cluster.trainer_life import RESTART_EVERY_S, TIMER, TrainerState
+from libra_cli.core.cluster.trainer_life import RESTART_EVERY_S, TrainerState
 from libra_cli.core.records import NoteRecord
+from libra_cli.core.timer_key import TimerOwner
 from tests.elastic import Scene, of, scene
 
 HOUR = 3600.0
@@ -169,7 +170,7 @@ def test_a_trainer_is_started_again_a_minute_after_the_last_start_at_the_earlies
     world.idle(started + lived_s - world.now)
     world.give(e.TrainerFailed(training.incarnation, "killed"))
     world.until(lambda: training.state is TrainerState.DOWN)
-    wake = [wake for wake in world.did(a.Wake) if wake.name == TIMER][-1]
+    wake = [wake for wake in world.did(a.Wake) if wake.name == TimerOwner.TRAINER][-1]
     wanted = max(wait_s, started + RESTART_EVERY_S - world.now)
     assert wake.after_s == pytest.approx(wanted)
 
