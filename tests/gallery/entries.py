@@ -64,7 +64,11 @@ ENTRIES: Mapping[str, Entry] = {
             exports_to="~/.libra/kuhn-poker",
             curve="train/token_accuracy",
         ),
-        Entry("kuhn-poker", "a model plays poker against itself", needs="kuhn-poker-sft"),
+        Entry(
+            "kuhn-poker",
+            "a model plays poker against itself, so that its rewards sum up to 0",
+            needs="kuhn-poker-sft",
+        ),
         Entry(
             "kuhn-poker-frozen",
             "a model learns to beat a frozen copy of itself",

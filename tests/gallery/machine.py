@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from libra_cli import __version__
 from tests.gallery.entries import CHECKOUT
 from tests.gallery.facts import Machine
 from tests.gpu.machine import PACKAGES, about
@@ -22,6 +23,8 @@ def machine() -> Machine:
     known: dict[str, Any] = about()
     versions = {"python": known["python"]}
     versions |= {name: known[name] for name in PACKAGES if name in known}
+    # What an editable install says of itself is from when it was installed.
+    versions["libra-rl"] = __version__
     return Machine(
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)),
