@@ -418,6 +418,14 @@ class TrainingSpec(Section):
         return self.minibatches * self.epochs
 
     @property
+    def scores_first(self) -> bool:
+        """Whether a pass without gradient over the whole batch comes before several updates: where
+        trajectories of a group are compared, or the first policy is asked, which later passes over
+        the batch need not do again."""
+        compares = self.needs.group_values or self.kl_in_reward
+        return self.updates > 1 and (compares or (self.needs.reference and self.epochs > 1))
+
+    @property
     def correction(self) -> SamplerCorrection:
         """``sampler_correction``, or what it is where the recipe does not say."""
         if self.sampler_correction is not None:

@@ -141,26 +141,29 @@ class SimTrainer:
         """Begin a step and schedule its end."""
         shared = {one: share.slot for share in action.shares for one in share.trajectories}
         dealt: dict[SlotId | None, list[a.TrainSample]] = {}
-        for sample in self._of_first_update(action):
+        first = self._of_first_update(action)
+        for sample in first:
             dealt.setdefault(shared.get(sample.trajectory.id), []).append(sample)
         own = tuple(dealt.get(None, ()))
         partitions = [
-            self._partition(share, tuple(dealt.get(share.slot, ()))) for share in action.shares
+            self._partition(share, tuple(dealt.get(share.slot, ())), action)
+            for share in action.shares
         ]
         now = self.clock()
-        own_s = self._once_s(own, self.base)
+        own_s = self._once_s(own, self.base, action)
         crowding = 1 + self.rank_slowdown * (self._ranks(partitions) - 1)
+        beside = 1 + self.rank_slowdown * (self._gpus(self.base) - 1)
         later_s = (1 - self.shared) * self._seconds(action.samples, self.base)
-        after_s = self.fixed_s + later_s
+        after_s = self.fixed_s + beside * later_s
         self._step = step = _Step(action, now, now, own, own_s, after_s, partitions, crowding)
         step.left = step.seconds
         self._schedule(step)
 
-    def _of_first_update(self, action: a.Train) -> list[a.TrainSample]:
+    def _of_first_update(self, action: a.Train) -> tuple[a.TrainSample, ...]:
         groups = [sample.trajectory.id.group for sample in action.samples]
         seed = (self.seed, action.step)
         first = first_minibatch(groups, parts=self.minibatches, seed=seed)
-        return [action.samples[index] for index in first]
+        return tuple(action.samples[index] for index in first)
 
     def drop(self, worker: SlotId, why: str) -> None:
         """Let the base group compute the share of a worker that is gone, after its own part."""
@@ -172,7 +175,7 @@ class SimTrainer:
             before = step.seconds
             part.lost = why
             step.own += part.samples
-            step.own_s = self._once_s(step.own, self.base)
+            step.own_s = self._once_s(step.own, self.base, step.action)
             step.left += max(0.0, step.seconds - before)
             self._schedule(step)
 
@@ -232,14 +235,23 @@ class SimTrainer:
             transfer_s=0.0 if part.lost else self.gradient_s,
         )
 
-    def _partition(self, given: a.BatchPartition, samples: tuple[a.TrainSample, ...]) -> _Partition:
-        busy_s = self._once_s(samples, (given.slot,))
+    def _partition(
+        self, given: a.BatchPartition, samples: tuple[a.TrainSample, ...], action: a.Train
+    ) -> _Partition:
+        busy_s = self._once_s(samples, (given.slot,), action)
         loading_s = max(0.0, self.loaded_at.get(given.slot, 0.0) - self.clock())
         return _Partition(given, samples, busy_s, loading_s + busy_s + self.gradient_s)
 
-    def _once_s(self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId]) -> Seconds:
-        """Seconds of these in the first update alone."""
-        return self.shared * self.minibatches * self._seconds(samples, slots)
+    def _once_s(
+        self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId], action: a.Train
+    ) -> Seconds:
+        """Seconds of these samples of a step's first update, which has its share of the whole."""
+        alone_s = self._seconds(samples, slots)
+        first = self._of_first_update(action)
+        if self.shared == 1 or not first:
+            return alone_s
+        whole_s = self._seconds(action.samples, slots)
+        return self.shared * whole_s * alone_s / self._seconds(first, slots)
 
     def _seconds(self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId]) -> Seconds:
         if not samples:

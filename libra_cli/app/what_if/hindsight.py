@@ -35,13 +35,13 @@ MOST_TURNS, WINDOWS = 20_000, 20
 
 
 def hindsight(
-    reader: Reader, nodes: Sequence[NodeSpec], profile: Profile, plans: Sequence[Plan]
+    reader: Reader, nodes: Sequence[NodeSpec], profile: Profile, plans: Sequence[Plan], part: float
 ) -> tuple[Profile, ...]:
     """The profile with the prices that the run has shown, and the two between which it cannot tell:
     the cheapest and the dearest at a low load.
 
     Servers are those of ``plans``, by all their turns, whatever they were for. Slots without GPUs
-    share the cores of their host.
+    share the cores of their host. Gradient workers share this ``part`` of a step's computing.
     """
     shared = not any(node.gpus for node in nodes)
     buckets = {slot: bucket for plan in plans for slot, bucket in plan.servers}
@@ -65,7 +65,7 @@ def hindsight(
     if not shared:
         return tuple(replace(profile, servers=one) for one in laws)
     beside = max((one.beside for one in found.values()), default=0.0)
-    taken = list(_shared_steps(reader, steps, turns))
+    taken = list(_shared_steps(reader, steps, turns, part))
     # A server that the trainer slows slows the trainer too, by as much at most.
     crowded = CROWDED if _overlap(reader, nodes) else 0.0
     guesses = (beside / 2, crowded), (beside, 0.0), (0.0, float(crowded > 0))
@@ -93,9 +93,9 @@ def _shared(profile: Profile, beside: float, training: TrainingHindsight) -> Pro
 
 
 def _shared_steps(
-    reader: Reader, steps: Sequence[StepRecord], turns: Sequence[PlayedTurn]
+    reader: Reader, steps: Sequence[StepRecord], turns: Sequence[PlayedTurn], part: float
 ) -> Iterator[SharedStep]:
-    """Yield the steps, with all that they trained."""
+    """Yield the steps, with all that they trained; workers share this ``part`` of one."""
     plans, moves = reader.plans(), [move for move in reader.moves() if move.state == "done"]
     adopted = [row.at for row in plans]
     busy = busy_between(turns, [(step.started_at, step.ended_at) for step in steps])
@@ -105,17 +105,22 @@ def _shared_steps(
             continue
         plan = plan_of_record(plans[max(0, bisect_right(adopted, step.started_at) - 1)])
         tokens = step.context_tokens * overhead_of(step).trained
-        yield SharedStep(seconds, tokens, _ranks(plan, moves, step), beside_s)
+        yield SharedStep(seconds, tokens, _ranks(plan, moves, step, part), beside_s)
 
 
-def _ranks(plan: Plan, moves: Sequence[MoveRecord], step: StepRecord) -> int:
-    """The slots that trained a step: gradient workers only from when they had arrived."""
+def _ranks(plan: Plan, moves: Sequence[MoveRecord], step: StepRecord, part: float) -> float:
+    """As how many slots of the base group those that trained a step count: gradient workers only
+    from when they had arrived, and in their ``part`` of a step."""
     arriving = {
         move.slot
         for move in moves
         if move.started_at <= step.started_at < (move.ended_at or move.started_at)
     }
-    return len(plan.train) + sum(slot not in arriving for slot in plan.gradient)
+    base = len(plan.train)
+    if not base:
+        return 1.0
+    all_of_them = base + sum(slot not in arriving for slot in plan.gradient)
+    return 1 / (part / all_of_them + (1 - part) / base)
 
 
 def _turns_of(reader: Reader) -> Iterator[PlayedTurn]:

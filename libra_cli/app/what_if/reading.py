@@ -14,7 +14,7 @@ from libra_cli.app.rebalance.observation import gpu_names, observation_of_run
 from libra_cli.app.what_if.hindsight import hindsight
 from libra_cli.config.errors import InputError
 from libra_cli.config.training import StalenessSpec
-from libra_cli.core.costs.profile import Contention, Profile
+from libra_cli.core.costs.profile import Contention, Profile, shared_part
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.planning.planner import CostSource
@@ -93,7 +93,9 @@ def known_of(reader: Reader, *, every: int = 1) -> Known:
     extremes: tuple[Profile, ...] = ()
     if choice.origin == OWN_PRICES:
         plans = [*(one.plan for one in run.plans), observation.plan]
-        profile, *others = hindsight(reader, recipe.nodes, profile, plans)
+        profile, *others = hindsight(
+            reader, recipe.nodes, profile, plans, shared_part(recipe.training)
+        )
         extremes = tuple(others)
     known = Known(
         run_dir=reader.run_dir,

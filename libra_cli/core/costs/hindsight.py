@@ -108,12 +108,12 @@ def server_hindsight(
 
 
 class SharedStep(NamedTuple):
-    """An optimizer step of ``ranks`` ranks: its seconds, the tokens that it trained, and during how
-    many of the seconds any server had a turn."""
+    """An optimizer step of ``ranks`` ranks, of which gradient workers count in part: its seconds,
+    the tokens that it trained, and during how many of the seconds any server had a turn."""
 
     seconds: Seconds
     tokens: float
-    ranks: int
+    ranks: float
     beside_s: Seconds
 
 
@@ -139,7 +139,7 @@ def training_hindsight(
         raise ValueError("no step has been trained yet")
     seconds = np.array([step.seconds for step in steps])
     tokens = np.array([step.tokens for step in steps])
-    ranks = np.array([float(step.ranks) for step in steps])
+    ranks = np.array([step.ranks for step in steps])
     several = len({step.ranks for step in steps}) > 1
     columns = (
         np.ones(len(steps)),

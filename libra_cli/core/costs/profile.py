@@ -438,22 +438,25 @@ def passes_of(training: TrainingSpec) -> float:
 
     A pass without gradient counts ``FORWARD``. There is one more for the log-probabilities that the
     policy gives, before the first update, to what comes in later ones, or to all where trajectories
-    of a group are compared; one for the reference model's; and one before each update but the first
-    for what a loss compares.
+    of a group are compared or a critic weighs them; one for the reference model's; and one before
+    each update but the first for what a loss compares.
     """
     needs = training.needs
     once = 1 - 1 / training.minibatches if training.epochs == 1 else 1.0
-    before = 1.0 if needs.group_values or training.kl_in_reward else once
+    compares = needs.group_values or training.kl_in_reward
+    before = 1.0 if compares or needs.critic else once
     again = training.epochs - 1 / training.minibatches if needs.group_values else 0.0
     return training.epochs + FORWARD * (before + needs.reference + again)
 
 
 def shared_part(training: TrainingSpec) -> float:
     """Return the share of a step's seconds of computing that gradient workers can take part in:
-    that of its first update."""
+    that of its first update, less a pass over the whole batch before it. 0: they have no share."""
+    if not training.shares_steps:
+        return 0.0
     needs = training.needs
-    compared = needs.group_values or training.kl_in_reward
-    first = 1 + FORWARD * (needs.reference + compared)
+    without = needs.reference + (needs.group_values or training.kl_in_reward)
+    first = 1 + FORWARD * without * (not training.scores_first)
     return first / training.minibatches / passes_of(training)
 
 

@@ -87,7 +87,7 @@ class TrainingTable:
         """Seconds of a step on so many GPUs, of which gradient workers have those that are told."""
         base = gpus - sum(workers)
         alone_s = self._cost.seconds(base, self._workload)
-        if not workers:
+        if not workers or not self._cost.shared:
             return alone_s
         cost, lag_s = self._cost, self._cost.lag_s
         shared_s = cost.shared * cost.busy_s(base, self._workload)
@@ -112,6 +112,8 @@ class TrainingTable:
 
     def unpaid(self, base: int) -> str:
         """Why no gradient worker can help so many ranks; empty if one can."""
+        if not self._cost.shared:
+            return "they have no share of a step without rollout, or with a critic"
         busy_s = self._cost.shared * self._cost.busy_s(base, self._workload)
         transfer_s = self._cost.transfer_s
         if transfer_s < busy_s:

@@ -171,7 +171,7 @@ class PolicyModel:
                 gradients are incomplete.
             torch.OutOfMemoryError: this rank's memory ran out, and others may wait for it.
         """
-        if self.compares and not is_scored(samples):
+        if self._compares and not is_scored(samples):
             samples = self.scored(samples)
         dealt = self._dealt(samples)
         sums: list[dict[str, float]] = []
@@ -230,7 +230,7 @@ class PolicyModel:
         return deal(lengths, shares=shares, budget=budget)[self.rank // self.cp_size]
 
     @property
-    def compares(self) -> bool:
+    def _compares(self) -> bool:
         """Whether a token's loss depends on other trajectories of its group."""
         return self.compares_values or self._config.training.kl_in_reward
 

@@ -157,21 +157,23 @@ class Trainer(PolicyModel):
         ``samples`` holds those of ``shares`` too, which are of the first update.
 
         Raises:
-            TrainerError: there is no generated token, memory does not suffice, the gradient was not
-                finite in ``MAX_SKIPPED`` steps in a row, or a share is of a later update.
+            TrainerError: there is no generated token, memory does not suffice, or the gradient was
+                not finite in ``MAX_SKIPPED`` steps in a row.
         """
         started, compiled_s = time.monotonic(), CLOCK.seconds
         samples = self._counted(samples)
         if self._tokens + _generated(samples) + self._left_out == 0:
             raise TrainerError(f"step {step} has no generated token to learn from")
         samples = self._credited(samples)
-        if self.config.training.updates > 1 and self.compares:
+        if self.config.training.scores_first and not is_scored(samples):
             samples = self._score(samples)
         first, *later = self._minibatches(step, samples)
-        own, elsewhere = _parted(samples, first, shares)
-        with self._fetching(step, elsewhere, shares) as fetches:
+        given = [samples[index] for index in first]
+        timely, late = _by_update(given, shares)
+        own, elsewhere = _parted(given, timely)
+        with self._fetching(step, elsewhere, timely) as fetches:
             own_s = self._compute(own)
-            reports = self._settle(fetches, elsewhere)
+            reports = [*self._settle(fetches, elsewhere), *late]
         updates = [*self._updates(step, samples, later)]
         self._left_out = 0
         self._gather_log_ratios()
@@ -559,21 +561,22 @@ def _generated(samples: Sequence[TokenSample]) -> int:
     return sum(sample.generated for sample in samples)
 
 
-def _parted(
-    samples: Sequence[TokenSample], first: Sequence[int], shares: Sequence[WorkerShare]
-) -> tuple[list[TokenSample], list[TokenSample]]:
-    """The samples of the first update: those in no share, and those in one.
+def _by_update(
+    given: Sequence[TokenSample], shares: Sequence[WorkerShare]
+) -> tuple[list[WorkerShare], list[dict[str, Any]]]:
+    """The shares of the first update, whose samples are given; and what ``/train`` says of those
+    with trajectories of later ones, which need weights that no worker has."""
+    first = {sample.trajectory for sample in given}
+    timely = [share for share in shares if share.trajectories <= first]
+    why = "it has trajectories of a later update"
+    late = [_report(one, why, 0, [Arrival(why)]) for one in shares if one not in timely]
+    return timely, late
 
-    Raises:
-        TrainerError: a share has a trajectory of a later update.
-    """
-    given = [samples[index] for index in first]
-    for share in shares:
-        if late := sorted(share.trajectories - {sample.trajectory for sample in given}):
-            raise TrainerError(
-                f"the share of {share.worker} names trajectory {late[0]}, which is of a later "
-                "update of the step"
-            )
+
+def _parted(
+    given: Sequence[TokenSample], shares: Sequence[WorkerShare]
+) -> tuple[list[TokenSample], list[TokenSample]]:
+    """The samples in no share, and those in one."""
     elsewhere = {one for share in shares for one in share.trajectories}
     own = [sample for sample in given if sample.trajectory not in elsewhere]
     return own, [sample for sample in given if sample.trajectory in elsewhere]

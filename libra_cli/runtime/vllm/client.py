@@ -106,14 +106,16 @@ class ServerClient(ControlClient):
 
     async def _repeat(self, operation: str, order: Answer, *, timeout_s: float) -> Answer:
         """The answer to an order that may be given twice, which it is where the host is out of
-        reach meanwhile. Raises ServerError, ServerUnreachable after ``timeout_s`` at the latest."""
-        give_up = time.monotonic() + timeout_s
+        reach meanwhile. Raises ServerError; ServerUnreachable after ``timeout_s``, but not before
+        ``CONTROL_TIMEOUT_S``."""
+        left_s = max(CONTROL_TIMEOUT_S, timeout_s)
+        give_up = time.monotonic() + left_s
         while True:
-            left_s = max(CONTROL_TIMEOUT_S, give_up - time.monotonic())
             try:
                 return await self._call(operation, order, timeout_s=left_s)
             except ServerUnreachable:
-                if self._closed or time.monotonic() > give_up:
+                left_s = give_up - time.monotonic()
+                if self._closed or left_s <= POLL_S:
                     raise
             await asyncio.sleep(POLL_S)
 

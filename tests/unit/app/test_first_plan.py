@@ -286,6 +286,14 @@ def decided(recipe: Recipe, placed: Placed, lengths: dict[str, Any], **seen: Any
     return decision.proposed, decision.slots
 
 
+def test_gpus_that_train_with_a_critic_are_all_in_the_base_group() -> None:
+    training = {"groups_per_step": 32, "micro_batch_tokens": 32_768, "advantage": "gae"}
+    plan, _ = planned(*SIX, lengths=SHORT, training=training)
+    assert plan.gradient == ()
+    several = planned(*SIX, lengths=SHORT, training={**training, "advantage": "grpo"})
+    assert several[0].gradient != ()
+
+
 def test_a_run_whose_work_was_guessed_wrong_changes_split_and_shapes_and_keeps_its_base() -> None:
     recipe = recipe_of(*SIX)
     first = planned(*SIX, lengths=SHORT)

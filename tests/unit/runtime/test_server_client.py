@@ -17,6 +17,7 @@ from libra_cli.core.events import PublishedVersion, TurnFailed, TurnGenerated
 from libra_cli.core.types import TrajectoryId, VersionSpan, WeightVersion
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.rollout.connection import Sampling, ServerUnreachable
+from libra_cli.runtime.vllm import client as client_module
 from libra_cli.runtime.vllm.client import ServerClient
 from tests.fake_engine import TOKEN, FakeEngine, serve
 
@@ -191,10 +192,11 @@ def test_a_server_whose_host_is_out_of_reach_as_it_starts_sleeps_or_wakes_is_ask
         asked, lost = client._call, {"generate", "facts", "sleep", "wake"}
 
         async def call(operation: str, order: Any, **limits: Any) -> Any:
-            if operation in lost:
+            answer = await asked(operation, order, **limits)
+            if operation in lost:  # it was carried out, and nobody has heard of it
                 lost.remove(operation)
                 raise ServerUnreachable("n/0: the connection was closed")
-            return await asked(operation, order, **limits)
+            return answer
 
         client._call = call  # type: ignore[method-assign]
         await client.wait_ready(timeout_s=DEADLINE_S)
@@ -204,3 +206,26 @@ def test_a_server_whose_host_is_out_of_reach_as_it_starts_sleeps_or_wakes_is_ask
         return lost
 
     assert play(scene) == set()
+
+
+def test_an_order_to_a_server_that_stays_away_is_given_up_and_so_is_one_of_a_closed_client(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(client_module, "CONTROL_TIMEOUT_S", 0.0)
+    asked = []
+
+    async def scene(client: ServerClient, _: FakeEngine) -> None:
+        async def call(operation: str, order: Any, **limits: Any) -> Any:
+            asked.append(operation)
+            raise ServerUnreachable("n/0: the connection was closed")
+
+        client._call = call  # type: ignore[method-assign]
+        with pytest.raises(ServerUnreachable):
+            await client._repeat("facts", {}, timeout_s=0.6)
+        tries = len(asked)
+        await client.close()
+        with pytest.raises(ServerUnreachable):
+            await client._repeat("wake", {}, timeout_s=DEADLINE_S)
+        assert (tries > 1, len(asked) - tries) == (True, 1)
+
+    play(scene)

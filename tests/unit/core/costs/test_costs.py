@@ -237,6 +237,7 @@ def test_passes_of_losses_that_compare_trajectories() -> None:
     assert passes_of(TrainingSpec(loss="tba")) == 1.5
     assert passes_of(TrainingSpec(loss="tba", minibatches=4, epochs=2)) == 2.5 + 0.25 * 1.75
     assert passes_of(TrainingSpec(kl_coef=0.1, kl_in_reward=True)) == 1.5
+    assert passes_of(TrainingSpec(advantage="gae", minibatches=2)) == 1.25
 
 
 def test_workers_can_share_the_first_update_and_no_later_one() -> None:
@@ -245,6 +246,10 @@ def test_workers_can_share_the_first_update_and_no_later_one() -> None:
     assert shared_part(TrainingSpec(minibatches=2)) == 0.5 / 1.125
     assert shared_part(TrainingSpec(epochs=2)) == 1 / 2.25
     assert shared_part(TrainingSpec(minibatches=2, epochs=2)) == 0.5 / 2.25
+    assert shared_part(TrainingSpec(minibatches=2, loss="tba")) == 0.5 / 1.625
+    assert shared_part(TrainingSpec(minibatches=2, kl_coef=0.1)) == 0.625 / 1.375
+    assert shared_part(TrainingSpec(minibatches=2, epochs=2, kl_coef=0.1)) == 0.5 / 2.5
+    assert shared_part(TrainingSpec(advantage="gae")) == 0.0
 
 
 def test_each_update_exchanges_and_fetches_moments() -> None:

@@ -14,7 +14,6 @@ import pytest
 np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
-from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.config.minibatches import minibatches  # noqa: E402
 from libra_cli.node.batch.samples import Scores, TokenSample, read_samples  # noqa: E402
 from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
@@ -356,13 +355,15 @@ def test_demonstrations_are_imitated_and_compared_with_no_rollout_policy(make):
     assert not {"rollout_kl", "effective_sample_size"} & metrics[0].keys()
 
 
-def test_a_share_of_a_later_update_is_refused(make: Callable[..., Trainer]):
-    given, trainer = samples(1), make(minibatches=2)
+def test_a_share_of_a_later_update_is_computed_here(make: Callable[..., Trainer]):
+    given, trainer, alone = samples(1), make(minibatches=2), make(minibatches=2)
     (_, later) = minibatches([one.group for one in given], parts=2, passes=1, seed=(0, 1))
     late = frozenset({given[later[0]].trajectory})
     share = WorkerShare("w/0", 1, "https://127.0.0.1:1#w", "v000000-e0", late)
-    with pytest.raises(TrainerError, match="of a later update"):
-        trainer.train(1, given, [share])
+    (report,) = trainer.train(1, given, [share])["shares"]
+    assert (report["used"], report["reason"]) == (False, "it has trajectories of a later update")
+    alone.train(1, given)
+    assert_same(weights(trainer), weights(alone), off=0.0)
 
 
 def test_what_the_first_of_two_updates_takes_is_not_scored_before_it(
