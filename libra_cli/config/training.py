@@ -419,11 +419,13 @@ class TrainingSpec(Section):
 
     @property
     def scores_first(self) -> bool:
-        """Whether a pass without gradient over the whole batch comes before several updates: where
-        trajectories of a group are compared, or the first policy is asked, which later passes over
-        the batch need not do again."""
-        compares = self.needs.group_values or self.kl_in_reward
-        return self.updates > 1 and (compares or (self.needs.reference and self.epochs > 1))
+        """Whether a pass without gradient over the whole batch comes before the first update: with
+        a critic; and where there are several updates, and trajectories of a group are compared, or
+        the first policy is asked, which later passes over the batch need not do again."""
+        needs = self.needs
+        compares = needs.group_values or self.kl_in_reward
+        once = compares or (needs.reference and self.epochs > 1)
+        return needs.critic or (self.updates > 1 and once)
 
     @property
     def correction(self) -> SamplerCorrection:

@@ -109,8 +109,8 @@ def _shared_steps(
 
 
 def _ranks(plan: Plan, moves: Sequence[MoveRecord], step: StepRecord, part: float) -> float:
-    """As how many slots of the base group those that trained a step count: gradient workers only
-    from when they had arrived, and in their ``part`` of a step."""
+    """Return as how many slots of the base group those that trained a step count: gradient workers
+    only from when they had arrived, and in their ``part`` of a step."""
     arriving = {
         move.slot
         for move in moves

@@ -159,7 +159,7 @@ class GradientWorkers(ReplicaSet):
         self._speeds.resized(trainer_gpus)
         ready = [replica for replica in self.replicas.values() if self._is_ready(replica)]
         if not self._shares_steps:
-            why = "no share: a batch that a critic weighs as a whole has none"
+            why = "no share: steps of this recipe cannot be shared"
             self._unpaid = {one.slot.id: why for one in ready}
             return ()
         samples = self._of_first_update(samples, step)

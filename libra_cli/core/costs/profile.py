@@ -437,14 +437,14 @@ def passes_of(training: TrainingSpec) -> float:
     """Return how many times a recipe's step computes its tokens, forward and backward being 1.
 
     A pass without gradient counts ``FORWARD``. There is one more for the log-probabilities that the
-    policy gives, before the first update, to what comes in later ones, or to all where trajectories
-    of a group are compared or a critic weighs them; one for the reference model's; and one before
-    each update but the first for what a loss compares.
+    policy gives, before the first update, to what comes in later ones, or to all where that needs
+    them (``scores_first``); one for the reference model's; and one before each update but the first
+    for what a loss compares.
     """
     needs = training.needs
     once = 1 - 1 / training.minibatches if training.epochs == 1 else 1.0
     compares = needs.group_values or training.kl_in_reward
-    before = 1.0 if compares or needs.critic else once
+    before = 1.0 if compares or training.scores_first else once
     again = training.epochs - 1 / training.minibatches if needs.group_values else 0.0
     return training.epochs + FORWARD * (before + needs.reference + again)
 

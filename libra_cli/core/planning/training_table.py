@@ -113,7 +113,7 @@ class TrainingTable:
     def unpaid(self, base: int) -> str:
         """Why no gradient worker can help so many ranks; empty if one can."""
         if not self._cost.shared:
-            return "they have no share of a step without rollout, or with a critic"
+            return "steps of this recipe cannot be shared"
         busy_s = self._cost.shared * self._cost.busy_s(base, self._workload)
         transfer_s = self._cost.transfer_s
         if transfer_s < busy_s:

@@ -165,7 +165,7 @@ class Trainer(PolicyModel):
         if self._tokens + _generated(samples) + self._left_out == 0:
             raise TrainerError(f"step {step} has no generated token to learn from")
         samples = self._credited(samples)
-        if self.config.training.scores_first and not is_scored(samples):
+        if samples and self.config.training.scores_first and not is_scored(samples):
             samples = self._score(samples)
         first, *later = self._minibatches(step, samples)
         given = [samples[index] for index in first]

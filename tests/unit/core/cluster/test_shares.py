@@ -169,7 +169,7 @@ def test_a_batch_that_a_critic_weighs_has_no_shares_and_that_is_told():
     assert workers.shares(BATCH, 1, 1) == ()
     assert not workers.would_share
     workers.step_over(StepOver(()), now=3.0)
-    assert "a critic" in status.detail
+    assert "cannot be shared" in status.detail
 
 
 def test_a_worker_that_lies_further_back_has_no_share():
