@@ -142,6 +142,7 @@ def _facts(measured: CalibrationMeasurement) -> MemoryModel:
         kv_bytes=2.0 * layers * kv_heads * head * size,
         gpu_gib=_memory_gib(measured),
         usable_share=(on_gpus and recipe.rollout.gpu_memory) or USABLE_SHARE,
+        scored_heads=0 if config.get("attn_logit_softcapping") is None else heads,
     )
     if on_gpus:
         return memory

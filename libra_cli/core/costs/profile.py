@@ -122,6 +122,8 @@ class MemoryModel:
     """Experts that the router chooses for a token, of ``experts``."""
     expert_inner: int = 0
     """Inner units of one expert."""
+    scored_heads: int = 0
+    """Query heads whose scores the trainer makes matrices of, as ``Architecture`` has them."""
 
     def with_adapter(self, lora: LoraSpec | None) -> MemoryModel:
         """The same model of which such an adapter is trained."""
@@ -150,6 +152,7 @@ class MemoryModel:
             vocabulary=self.vocabulary,
             tied=False,
             adapter=self.adapter,
+            scored_heads=self.scored_heads,
         )
 
     def _mixture(self, key: int, layer: float) -> MixtureTransformer:
@@ -295,6 +298,8 @@ class TrainingCost:
         return self._fewest(self._shards(ranks, longest), longest)
 
     def _fewest(self, shards: int, longest: Tokens) -> int:
+        if self.facts.scored_heads:
+            return 1
         if self.cp_size is not None:
             return gcd(self.cp_size, shards)
         heads = self.facts.architecture.heads
@@ -336,7 +341,8 @@ class TrainingCost:
         return self._shared_gib(shards, longest, self._fewest(shards, longest))
 
     def _shared_gib(self, shards: int, longest: Tokens, sharing: int) -> float:
-        tokens = max(self.micro_tokens, longest)
+        # A row of a model that makes matrices of scores has one trajectory.
+        tokens = longest if self.facts.scored_heads else max(self.micro_tokens, longest)
         return _rank_gib(self.facts, shards, tokens, sharing, self._parted(shards))
 
     def _parted(self, shards: int) -> int:

@@ -252,6 +252,15 @@ def test_workers_can_share_the_first_update_and_no_later_one() -> None:
     assert shared_part(TrainingSpec(advantage="gae")) == 0.0
 
 
+def test_matrices_of_scores_count_where_plans_are_made_and_no_ranks_share_a_row() -> None:
+    long = replace(TRAINING, cp_size=None, micro_tokens=65_536)
+    capped = replace(long, facts=replace(FACTS, scored_heads=32))
+    # Of the layer that is at its backward: 14 bytes for each pair of tokens, in bfloat16.
+    more = capped.memory_gib(8, 16_384) - replace(long, micro_tokens=1).memory_gib(8, 16_384)
+    assert more == pytest.approx(14 * 32 * 16_384**2 / 2**30, rel=0.05)
+    assert capped.sharing(8, 16_384) == 1 < long.sharing(8, 10**6)
+
+
 def test_each_update_exchanges_and_fetches_moments() -> None:
     offloads = replace(TRAINING, facts=replace(FACTS, optimizer="adamw_offload"))
     four = replace(offloads, updates=4)
