@@ -11,6 +11,9 @@ and from all blocks l = logsumexp(l_b), log p(target) = x_target - l, and the en
 H = sum over b of exp(l_b - l) (H_b + l - l_b). The backward pass computes the logits of each block
 again: one more product with the weight, in place of memory for tokens x vocabulary. With p the
 softmax of x, it has d log p(target) / dx = [target] - p and dH / dx = -p (log p + H).
+
+Logits z of the layer that are capped to c tanh(z / c), as Gemma's, are capped in each block; then
+dx / dz = 1 - (x / c)^2, before they are divided by the temperature.
 """
 
 from __future__ import annotations
@@ -67,18 +70,19 @@ def chosen_logprobs(
     temperature: float,
     entropy_gradient: bool = False,
     fp32_head: bool = False,
+    cap: float | None = None,
 ) -> ChosenTokens:
     """``token_logprobs`` of ``hidden @ weight.T``, whose logits are never there as a whole.
 
     ``hidden`` is (tokens, width), ``weight`` (vocabulary, width). Products are computed in the type
     of autocast, if that is on, else in the weight's; sums over the vocabulary in fp32. With
     ``fp32_head`` numbers of that type are multiplied into logits of fp32, as vLLM does with its
-    ``head_dtype``, in place of logits that are rounded to it.
+    ``head_dtype``, in place of logits that are rounded to it. Logits are capped to ``cap``.
     """
     dtype = _computed_in(weight)
     return ChosenTokens(
         *_ChosenLogprobs.apply(
-            hidden, weight, targets, temperature, dtype, entropy_gradient, fp32_head
+            hidden, weight, targets, temperature, dtype, entropy_gradient, fp32_head, cap
         )
     )
 
@@ -94,13 +98,14 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
         dtype: torch.dtype,
         entropy_gradient: bool,
         fp32_head: bool,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         narrow, product = hidden.to(dtype), _fp32_product if fp32_head else linear
         chosen = torch.zeros(len(targets), device=hidden.device)
         best = torch.full_like(chosen, -torch.inf)
         sums, entropies = [], []
         for rows, start in _blocks(weight, len(targets)):
-            logits = product(narrow, rows.to(dtype)).float().div_(temperature)
+            logits = _capped(product(narrow, rows.to(dtype)).float(), cap).div_(temperature)
             places, inside = _places(targets, start, len(rows))
             chosen += logits.gather(1, places)[:, 0].masked_fill_(~inside, 0.0)
             best = torch.maximum(best, logits.amax(-1))
@@ -113,7 +118,7 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
         above = whole - by_block
         entropy = ((-above).exp() * (torch.stack(entropies) + above)).sum(0)
         ctx.save_for_backward(hidden, weight, targets, whole, entropy)
-        ctx.temperature, ctx.dtype, ctx.product = temperature, dtype, product
+        ctx.temperature, ctx.dtype, ctx.product, ctx.cap = temperature, dtype, product, cap
         ctx.entropy_gradient = entropy_gradient
         greedy = (chosen >= best).float()
         ctx.mark_non_differentiable(greedy, *(() if entropy_gradient else (entropy,)))
@@ -132,18 +137,27 @@ class _ChosenLogprobs(torch.autograd.Function):  # type: ignore[misc]  # torch i
         bonus = of_entropy[:, None] / ctx.temperature if ctx.entropy_gradient else None
         for rows, start in _blocks(weight, len(targets)):
             block = rows.to(ctx.dtype)
-            logits = ctx.product(narrow, block).float().div_(ctx.temperature)
+            logits = _capped(ctx.product(narrow, block).float(), ctx.cap)
+            slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square_()
+            logits.div_(ctx.temperature)
             pull = _pull(logits.sub_(whole[:, None]), scaled, bonus, entropy)
             places, inside = _places(targets, start, len(rows))
             pull.scatter_add_(1, places, scaled.masked_fill(~inside[:, None], 0.0))
-            del logits
+            if slope is not None:
+                pull.mul_(slope)
+            del logits, slope
             pull = pull.to(ctx.dtype)
             if to_hidden:
                 hidden_gradient += pull @ block
             if weight_gradient is not None:
                 weight_gradient[start : start + len(rows)] = pull.T @ narrow
             del pull
-        return hidden_gradient.to(hidden.dtype), weight_gradient, None, None, None, None, None
+        return hidden_gradient.to(hidden.dtype), weight_gradient, *(None,) * 6
+
+
+def _capped(logits: Tensor, cap: float | None) -> Tensor:
+    """The logits, which are overwritten, capped."""
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def _pull(log_softmax: Tensor, scaled: Tensor, bonus: Tensor | None, entropy: Tensor) -> Tensor:

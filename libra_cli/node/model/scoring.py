@@ -11,8 +11,9 @@ Where ranks share a row (``context_parallel``), each asks about its part, and al
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -34,6 +35,9 @@ from libra_cli.node.model.packed_attention import PackedSequences, use_packed_at
 from libra_cli.node.model.routers import RolloutRoutes, Routes
 
 log = logging.getLogger("libra.model")
+
+CAP = "final_logit_softcapping"
+"""The key of a model's settings that caps its logits, as Gemma's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +173,9 @@ class ScoringModel:
         """``[S, width]``: the last hidden states at the tokens before the ``turns`` of the request
         that was answered last, without gradient; None if it named none."""
         self._head.register_forward_pre_hook(self._keep_hidden)
+        self._text = model.config.get_text_config()
+        self._cap: float | None = None
+        """What the model caps its logits to, which is done in blocks in its place."""
         plain, self._logits = type(self._head) is nn.Linear, self._head.forward
         if fp32_head and plain:
             self._logits = self._head.forward = partial(fp32_logits, head=self._head)
@@ -212,7 +219,8 @@ class ScoringModel:
             )
         self._open = question, temperature, entropy_gradient
         try:
-            logprobs, entropy, greedy = self._run(question)
+            with self._uncapped():
+                logprobs, entropy, greedy = self._run(question)
         finally:
             self._open = self._answer = None
         return ChosenTokens(
@@ -254,11 +262,32 @@ class ScoringModel:
             temperature=temperature,
             entropy_gradient=entropy_gradient,
             fp32_head=self._fp32_head,
+            cap=self._cap,
         )
         self._answer = torch.stack(results)
         return self._answer
 
+    @contextlib.contextmanager
+    def _uncapped(self) -> Iterator[None]:
+        """Have the model return what its output layer gives, as without ``CAP`` in its settings."""
+        given = getattr(self._text, CAP, None)
+        if self._cap is not None:
+            setattr(self._text, CAP, None)
+        try:
+            yield
+        finally:
+            if self._cap is not None:
+                setattr(self._text, CAP, given)
+
     def _returns_what_the_head_gives(self, device: torch.device) -> bool:
+        """Whether the model returns that, or would without a cap, which is done here then."""
+        if self._answers_unchanged(device):
+            return True
+        self._cap = getattr(self._text, CAP, None)
+        with self._uncapped():
+            return self._cap is not None and self._answers_unchanged(device)
+
+    def _answers_unchanged(self, device: torch.device) -> bool:
         with torch.no_grad():
             request = one_sequence(torch.zeros(2, dtype=torch.int64, device=device))
             question = _Question.whole(request)

@@ -11,7 +11,13 @@ import pytest
 from numpy.typing import NDArray
 
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from libra_cli.config.errors import TrainerError  # noqa: E402
 from libra_cli.node.batch.samples import TokenSample  # noqa: E402
@@ -106,10 +112,7 @@ def test_packed_sequences_score_as_they_do_alone(config: Any):
     "config",
     [
         pytest.param(Qwen3Config(**SIZES), id="in blocks"),
-        pytest.param(
-            Gemma2Config(**SIZES, final_logit_softcapping=2.0, attn_logit_softcapping=None),
-            id="whole logits",
-        ),
+        pytest.param(CohereConfig(**SIZES), id="whole logits"),
     ],
 )
 def test_hidden_states_are_those_before_the_first_token_of_each_turn(config: Any):
@@ -136,7 +139,7 @@ def test_hidden_states_are_those_before_the_first_token_of_each_turn(config: Any
     "config",
     [
         pytest.param(Qwen3Config(**SIZES, tie_word_embeddings=True), id="in blocks"),
-        pytest.param(Gemma2Config(**SIZES, final_logit_softcapping=2.0), id="whole logits"),
+        pytest.param(Gemma2Config(**SIZES, final_logit_softcapping=2.0), id="capped in blocks"),
     ],
 )
 def test_an_fp32_head_gives_the_logits_of_the_same_hidden_states(config: Any):
@@ -186,16 +189,28 @@ def test_no_tensor_of_tokens_times_vocabulary_is_made(monkeypatch: pytest.Monkey
     assert max(sizes) == 500 * 32  # the weight and its gradient
 
 
-def test_a_model_that_caps_its_logits_is_asked_for_them_and_says_so(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("config", "in_blocks"),
+    [
+        (Gemma2Config(**SIZES, final_logit_softcapping=0.1, attn_logit_softcapping=None), True),
+        (CohereConfig(**SIZES, logit_scale=0.3), False),
+    ],
+)
+def test_what_a_model_does_to_its_logits_is_done_in_blocks_or_it_is_asked_for_them_and_says_so(
+    config: Any, in_blocks: bool, caplog: pytest.LogCaptureFixture
 ):
-    config = Gemma2Config(**SIZES, final_logit_softcapping=2.0, attn_logit_softcapping=None)
     model, batch = model_of(config), sequences(9, 5)
-    wanted, *_ = alone(model, batch)
+    wanted, entropies, _, wanted_gradient = alone(model, batch)
     scoring = ScoringModel(model, model, CPU)
-    assert "kept whole" in caplog.text
-    got, *_ = scoring.logprobs(collate(batch, CPU).request, temperature=0.8)
+    assert ("kept whole" in caplog.text) != in_blocks
+    request = collate(batch, CPU).request
+    got, found, _ = scoring.logprobs(request, temperature=0.8)
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, entropies, atol=1e-5, rtol=1e-5)
+    difference = gradient(model, got) - wanted_gradient
+    assert float(difference.norm() / wanted_gradient.norm()) < 1e-5
+    # The model itself still caps them, for others and in what is exported.
+    torch.testing.assert_close(alone(model, batch)[0], wanted, atol=0, rtol=0)
 
 
 def test_attention_whose_scores_are_capped_is_that_of_transformers_own(tmp_path: Path):
