@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,9 @@ np = pytest.importorskip("numpy", reason="needs the [cpu] extra")
 torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from libra_cli.config.minibatches import minibatches  # noqa: E402
+from libra_cli.core.actions import TrainSample  # noqa: E402
+from libra_cli.core.cluster.gradient_workers import GradientWorkers  # noqa: E402
+from libra_cli.core.types import Branch, Trajectory, TrajectoryId, VersionSpan  # noqa: E402
 from libra_cli.node.batch.samples import Scores, TokenSample, read_samples  # noqa: E402
 from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
 from libra_cli.node.losses.policy_gradient import dapo  # noqa: E402
@@ -26,6 +30,7 @@ from libra_cli.node.model.scores import BranchScores, mean_of, with_scores  # no
 from libra_cli.node.trainer import checkpoint  # noqa: E402
 from libra_cli.node.trainer.optimizer import Movement  # noqa: E402
 from libra_cli.node.trainer.trainer import Trainer  # noqa: E402
+from libra_cli.runtime.trainer.client import pack_sample  # noqa: E402
 from tests.trainers import batch, config_of  # noqa: E402
 
 pytestmark = [
@@ -383,3 +388,40 @@ def test_what_the_first_of_two_updates_takes_is_not_scored_before_it(
     scored.clear()
     make(minibatches=2, epochs=2).train(1, given)
     assert len(scored) == len(given)
+
+
+def played(group: int, member: int) -> Trajectory:
+    """A trajectory of two branches, one of which was left."""
+
+    def tokens() -> dict[str, Any]:
+        mask = array("b", [0, 1, 1])
+        return {
+            "token_ids": array("i", [5, 6, 7]),
+            "logprobs": array("f", [0.0, -1.0, -1.0]),
+            "loss_mask": mask,
+            "spans": [VersionSpan(0, 1, 3)],
+        }
+
+    others = {0: Branch(**tokens())}
+    return Trajectory(
+        id=TrajectoryId(group, member), reward=1.0, number=1, others=others, **tokens()
+    )
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_controller_and_trainer_have_the_same_trajectories_in_the_first_update(
+    make: Callable[..., Trainer], step: int
+):
+    trajectories = [played(group, member) for member in (1, 0) for group in (40, 7, 3, 19, 12)]
+    batch = [
+        TrainSample(one, 0, True, ((1, 1.0),), branch)
+        for branch in (None, 0)
+        for one in trajectories
+    ]
+    chosen = GradientWorkers(1, minibatches=2, seed=0)._of_first_update(batch, step)
+    given = read_samples([pack_sample(one) for one in batch], max_len=128)
+    first, _ = make(minibatches=2)._minibatches(step, given)
+    assert len(first) == len(chosen) == 3 * 4
+    here = [given[index] for index in first]
+    there = [(one.trajectory.id.group, one.trajectory.id.member) for one in chosen]
+    assert [one.trajectory for one in here] == there
