@@ -234,7 +234,7 @@ def test_a_fixed_split_is_never_looked_at():
     assert set(Steps(kind="fixed", interval=2).tell_all([(0.5, 0.0)] * 10)) == {""}
 
 
-@pytest.mark.parametrize("more", [{"kind": "fixed"}, {"epochs": 2}], ids=str)
+@pytest.mark.parametrize("more", [{"kind": "fixed"}, {"advantage": "gae"}], ids=str)
 def test_a_bound_that_is_chosen_is_looked_for_where_no_slot_may_move(more: dict[str, Any]) -> None:
     steps = Steps(staleness="auto", interval=2, **more)
     for _ in range(2):
@@ -252,8 +252,9 @@ def test_a_bound_that_is_chosen_is_looked_for_where_no_slot_may_move(more: dict[
     assert [row.bound for row in rows if isinstance(row, DecisionRecord)] == [2]
 
 
-def test_no_slot_is_borrowed_for_batches_with_several_updates():
-    assert set(Steps(epochs=2, interval=2).tell_all([(0.5, 0.0)] * 10)) == {""}
+def test_no_slot_is_borrowed_for_batches_that_cannot_be_shared():
+    assert set(Steps(advantage="gae", interval=2).tell_all([(0.5, 0.0)] * 10)) == {""}
+    assert set(Steps(epochs=2, interval=2).tell_all([(0.5, 0.0)] * 10)) != {""}
 
 
 def test_a_look_that_slots_on_their_way_prevent_is_made_when_they_have_arrived():
