@@ -15,9 +15,9 @@ from math import exp
 from typing import assert_never
 
 from libra_cli.config.age_metrics import AGE_KL, AGE_TOKENS, AGE_WORTH, OLDEST
-from libra_cli.config.minibatches import first_minibatch
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.cluster.partition import of_first_update
 from libra_cli.core.types import Seconds, Slot, SlotId, Tokens, WeightVersion
 
 StepSeconds = Callable[[tuple[a.TrainSample, ...], int], Seconds]
@@ -152,18 +152,14 @@ class SimTrainer:
         now = self.clock()
         own_s = self._once_s(own, self.base, action)
         crowding = 1 + self.rank_slowdown * (self._ranks(partitions) - 1)
-        beside = 1 + self.rank_slowdown * (self._gpus(self.base) - 1)
-        later_s = (1 - self.shared) * self._seconds(action.samples, self.base)
-        after_s = self.fixed_s + beside * later_s
+        after_s = self.fixed_s + self._later_s(action)
         self._step = step = _Step(action, now, now, own, own_s, after_s, partitions, crowding)
         step.left = step.seconds
         self._schedule(step)
 
     def _of_first_update(self, action: a.Train) -> tuple[a.TrainSample, ...]:
-        groups = [sample.trajectory.id.group for sample in action.samples]
         seed = (self.seed, action.step)
-        first = first_minibatch(groups, parts=self.minibatches, seed=seed)
-        return tuple(action.samples[index] for index in first)
+        return of_first_update(action.samples, minibatches=self.minibatches, seed=seed)
 
     def drop(self, worker: SlotId, why: str) -> None:
         """Let the base group compute the share of a worker that is gone, after its own part."""
@@ -242,16 +238,22 @@ class SimTrainer:
         loading_s = max(0.0, self.loaded_at.get(given.slot, 0.0) - self.clock())
         return _Partition(given, samples, busy_s, loading_s + busy_s + self.gradient_s)
 
+    def _later_s(self, action: a.Train) -> Seconds:
+        """Seconds of a step's later updates, on the base group."""
+        if self.shared == 1:
+            return 0.0
+        beside = 1 + self.rank_slowdown * (self._gpus(self.base) - 1)
+        return beside * (1 - self.shared) * self._seconds(action.samples, self.base)
+
     def _once_s(
         self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId], action: a.Train
     ) -> Seconds:
         """Seconds of these samples of a step's first update, which has its share of the whole."""
         alone_s = self._seconds(samples, slots)
-        first = self._of_first_update(action)
-        if self.shared == 1 or not first:
+        if self.shared == 1 or not alone_s:
             return alone_s
-        whole_s = self._seconds(action.samples, slots)
-        return self.shared * whole_s * alone_s / self._seconds(first, slots)
+        of_first_s = self._seconds(self._of_first_update(action), slots)
+        return self.shared * self._seconds(action.samples, slots) * alone_s / of_first_s
 
     def _seconds(self, samples: tuple[a.TrainSample, ...], slots: Sequence[SlotId]) -> Seconds:
         if not samples:

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, assert_never
 
-from libra_cli.config.minibatches import first_minibatch
 from libra_cli.core.actions import (
     Action,
     BatchPartition,
@@ -25,7 +24,7 @@ from libra_cli.core.actions import (
     TrainSample,
     WorkerAction,
 )
-from libra_cli.core.cluster.partition import Speeds, deal_shares
+from libra_cli.core.cluster.partition import Speeds, deal_shares, of_first_update
 from libra_cli.core.cluster.replica import Replica, ReplicaState
 from libra_cli.core.cluster.replica_set import ReplicaSet
 from libra_cli.core.events import (
@@ -162,7 +161,8 @@ class GradientWorkers(ReplicaSet):
             why = "no share: steps of this recipe cannot be shared"
             self._unpaid = {one.slot.id: why for one in ready}
             return ()
-        samples = self._of_first_update(samples, step)
+        seed = (self._seed, step)
+        samples = of_first_update(samples, minibatches=self._minibatches, seed=seed)
         shares = deal_shares(samples, ready, self._speeds, whole_groups=self._whole_groups)
         self._sharing = {share.slot for share in shares}
         what = "all of the step" if self._minibatches == 1 else "all of the first update"
@@ -175,13 +175,6 @@ class GradientWorkers(ReplicaSet):
             if slot not in self._sharing and transfer_s >= alone_s
         }
         return shares
-
-    def _of_first_update(self, samples: Sequence[TrainSample], step: int) -> Sequence[TrainSample]:
-        """The samples that need no later weights than workers have, as the trainer deals them."""
-        groups = [sample.trajectory.id.group for sample in samples]
-        seed = (self._seed, step)
-        first = first_minibatch(groups, parts=self._minibatches, seed=seed)
-        return [samples[index] for index in first]
 
     @property
     def would_share(self) -> bool:

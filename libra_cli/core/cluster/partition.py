@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from libra_cli.config.minibatches import first_minibatch
 from libra_cli.core.actions import BatchPartition, TrainSample
 from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.types import Seconds, SlotId, Tokens, TrajectoryId
@@ -104,6 +105,15 @@ class Speeds:
         """Return the speed of a worker; unmeasured, the trainer group's by the number of GPUs."""
         guess = self.of_trainer() * replica.slot.num_devices / self._trainer_gpus
         return MARGIN * self._workers.get(replica.slot.id, guess)
+
+
+def of_first_update(
+    samples: Sequence[TrainSample], *, minibatches: int, seed: Sequence[int]
+) -> tuple[TrainSample, ...]:
+    """Return the samples of a step that need no later weights than workers have, as the trainer
+    deals them; ``seed`` is the run's, and the number of the step."""
+    groups = [sample.trajectory.id.group for sample in samples]
+    return tuple(samples[i] for i in first_minibatch(groups, parts=minibatches, seed=seed))
 
 
 def deal_shares(

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch", reason="needs the [cpu] extra")
 
 from libra_cli.config.minibatches import minibatches  # noqa: E402
 from libra_cli.core.actions import TrainSample  # noqa: E402
-from libra_cli.core.cluster.gradient_workers import GradientWorkers  # noqa: E402
+from libra_cli.core.cluster.partition import of_first_update  # noqa: E402
 from libra_cli.core.types import Branch, Trajectory, TrajectoryId, VersionSpan  # noqa: E402
 from libra_cli.node.batch.samples import Scores, TokenSample, read_samples  # noqa: E402
 from libra_cli.node.batch.shares import WorkerShare  # noqa: E402
@@ -418,7 +418,7 @@ def test_controller_and_trainer_have_the_same_trajectories_in_the_first_update(
         for branch in (None, 0)
         for one in trajectories
     ]
-    chosen = GradientWorkers(1, minibatches=2, seed=0)._of_first_update(batch, step)
+    chosen = of_first_update(batch, minibatches=2, seed=(0, step))
     given = read_samples([pack_sample(one) for one in batch], max_len=128)
     first, _ = make(minibatches=2)._minibatches(step, given)
     assert len(first) == len(chosen) == 3 * 4
