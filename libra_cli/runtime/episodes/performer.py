@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, assert_never
 
 from libra_cli.config.errors import LibraError
@@ -89,8 +89,8 @@ class EpisodePerformer:
         self._episodes = episodes
         self._histories = dict(histories or {})
         self._run_seed = run_seed
-        self._starting: set[TrajectoryId] = set()
-        """Episodes that are being begun, and were not forgotten meanwhile."""
+        self._asked: set[TrajectoryId] = set()
+        """Episodes that are being begun or advanced, and were not forgotten meanwhile."""
 
     async def perform(self, action: EpisodeAction) -> Event | None:
         """Carry out one action. Never raises for what an environment may do."""
@@ -110,14 +110,14 @@ class EpisodePerformer:
             case StartEpisode():
                 return await self._start(trajectory, action.task)
             case AdvanceEpisode():
-                answer = await self._episodes.advance(
+                answer = self._episodes.advance(
                     trajectory, action.token_ids, action.finish_reason, action.logprobs
                 )
-                return self._advanced(trajectory, answer)
+                return await self._advanced(trajectory, answer)
             case FinishEpisode():
-                return self._advanced(trajectory, await self._episodes.finish(trajectory))
+                return await self._advanced(trajectory, self._episodes.finish(trajectory))
             case ForgetEpisode():
-                self._starting.discard(trajectory)
+                self._asked.discard(trajectory)
                 self._histories.pop(trajectory, None)
                 self._episodes.forget(trajectory)
                 return None
@@ -153,21 +153,32 @@ class EpisodePerformer:
 
     async def _begin(self, trajectory: TrajectoryId, task: int | None) -> array[int] | None:
         """Begin an episode, and return its prompt's tokens; None if it was forgotten meanwhile."""
-        self._starting.add(trajectory)
+        self._asked.add(trajectory)
         seed = episode_seed(self._run_seed, trajectory)
         place = trajectory.group if task is None else task
         try:
             prompt_ids = await self._episodes.start(
                 trajectory, place, task_seed=self._run_seed, seed=seed
             )
-            if trajectory in self._starting:
+            if trajectory in self._asked:
                 return prompt_ids
             self._episodes.forget(trajectory)  # what was not there yet when it was forgotten
             return None
         finally:
-            self._starting.discard(trajectory)
+            self._asked.discard(trajectory)
 
-    def _advanced(self, trajectory: TrajectoryId, answer: TurnResult) -> EpisodeAdvanced:
+    async def _advanced(
+        self, trajectory: TrajectoryId, answering: Awaitable[TurnResult]
+    ) -> EpisodeAdvanced | None:
+        """Wait for an episode's answer; None if the episode was forgotten meanwhile."""
+        self._asked.add(trajectory)
+        try:
+            answer = await answering
+            return self._told(trajectory, answer) if trajectory in self._asked else None
+        finally:
+            self._asked.discard(trajectory)
+
+    def _told(self, trajectory: TrajectoryId, answer: TurnResult) -> EpisodeAdvanced:
         return EpisodeAdvanced(
             trajectory,
             answer.observation_ids,
