@@ -150,9 +150,12 @@ class Harbor:
         return self._playing.finish().reward(self._reward)
 
     def metrics(self) -> Mapping[str, float]:
-        """Return whether the tests wrote a reward, and rewards by name where there are several."""
-        rewards = self._playing.result.rewards
-        return {"verified": float(bool(rewards)), **(rewards if len(rewards) > 1 else {})}
+        """Return whether the tests wrote a reward, rewards by name where there are several, and of
+        a task in steps whether all that were begun could be set up."""
+        playing, rewards = self._playing, self._playing.result.rewards
+        told = {} if playing.set_up is None else {"set_up": float(playing.set_up)}
+        told["verified"] = float(bool(rewards))
+        return {**told, **(rewards if len(rewards) > 1 else {})}
 
     def solve(self) -> str:
         """Do what the reference solution does in the model's place; return why it failed, if so.

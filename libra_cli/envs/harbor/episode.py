@@ -43,6 +43,7 @@ class TaskEpisode:
         self._keep_processes = keep_processes
         self._results: list[VerifierResult] = []
         self._at = 0
+        self._set_up = True
         #: Before the model has done anything: later its absence is the model's doing.
         self._has_tar = not inside.run("command -v tar").code
         if failed := self._begin():
@@ -58,6 +59,11 @@ class TaskEpisode:
     def result(self) -> VerifierResult:
         """What the tests have said until now."""
         return rolled_up(self._results, only_final=self._only_final)
+
+    @property
+    def set_up(self) -> bool | None:
+        """Whether the ``setup.sh`` of every step that was begun succeeded; None of a single one."""
+        return self._set_up if len(self._steps) > 1 else None
 
     def call(self, call: ToolCall) -> str:
         """Do what the model asks for, and return what it reads.
@@ -111,9 +117,10 @@ class TaskEpisode:
             failed = self._begin()
         except OSError:
             return False
+        self._set_up = not failed
         if failed:
             self._results.append(VerifierResult(said=failed))
-        return not failed
+        return self._set_up
 
     def finish(self) -> VerifierResult:
         """Test the present step unless that was done, and return the result of the whole task."""

@@ -231,6 +231,7 @@ def test_a_step_whose_setup_the_model_makes_fail_counts_as_zero(begin: Begin) ->
     assert environment.reply("Done.") is None
     assert environment.score("Done.") == 0.5, "its tests would have given it 1"
     assert "setup.sh: " in environment.said
+    assert environment.metrics()["set_up"] == 0.0
 
 
 @needs_sandboxes
@@ -258,7 +259,7 @@ def test_too_little_in_one_step_ends_the_task(begin: Begin) -> None:
     environment = begin()
     assert environment.reply("I give up.") is None
     assert environment.score("I give up.") == 0.0
-    assert environment.metrics() == {"verified": 1.0}
+    assert environment.metrics() == {"set_up": 1.0, "verified": 1.0}
 
 
 @needs_sandboxes
@@ -276,4 +277,4 @@ def test_a_step_whose_tests_write_nothing_is_the_last(begin: Begin) -> None:
     bash(environment, "rm state")  # grep then says nothing of how many lines there are
     assert environment.reply("Done.") is None
     assert environment.score("Done.") == 0.0
-    assert environment.metrics() == {"verified": 0.0}
+    assert environment.metrics() == {"set_up": 1.0, "verified": 0.0}
