@@ -270,14 +270,14 @@ class ScoringModel:
     @contextlib.contextmanager
     def _uncapped(self) -> Iterator[None]:
         """Have the model return what its output layer gives, as without ``CAP`` in its settings."""
-        given = getattr(self._text, CAP, None)
-        if self._cap is not None:
-            setattr(self._text, CAP, None)
+        if self._cap is None:
+            yield
+            return
+        setattr(self._text, CAP, None)
         try:
             yield
         finally:
-            if self._cap is not None:
-                setattr(self._text, CAP, given)
+            setattr(self._text, CAP, self._cap)
 
     def _returns_what_the_head_gives(self, device: torch.device) -> bool:
         """Whether the model returns that, or would without a cap, which is done here then."""
