@@ -38,7 +38,7 @@ def _section(suite: Suite, measured: Measured) -> Iterator[str]:
     newest = measured.newest
     yield f"## {suite.title}\n"
     yield f"{suite.about}\n"
-    yield f"```\npython -m {suite.command.format(out='/tmp/out')}\n```\n"
+    yield f"```\n{suite.command.format(out='/tmp/out')}\n```\n"
     yield (
         f"{newest.day}, commit {newest.machine.commit}, {newest.seconds:.0f} s on"
         f" {on_machine(newest.machine)}.\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ class Suite:
     name: str
     title: str
     command: str
-    """What a reader types to measure it alone, after ``python -m``; ``{out}`` is a folder."""
+    """What a reader types to measure it alone; ``{out}`` is a folder."""
     read: Callable[[str, Path], Result]
     """Reads standard output, and what lies in the folder."""
     about: str
@@ -57,9 +58,9 @@ def measure(suite: Suite, say: Say) -> Result:
         EntryFailed: it failed, or took too long.
     """
     out = Path(tempfile.mkdtemp(prefix="libra-benchmark-"))
-    words = suite.command.format(out=out).split()
+    program, *words = shlex.split(suite.command.format(out=out))
     log, errors = out / "stdout.log", out / "stderr.log"
-    command = [sys.executable, "-m", *words]
+    command = [Path(sys.executable).with_name(program), *words]
     try:
         status = run_watched(command, cwd=CHECKOUT, log=log, errors=errors, say=say)
     except TimeoutError as error:
@@ -67,7 +68,7 @@ def measure(suite: Suite, say: Say) -> Result:
     said = log.read_text(encoding="utf-8")
     if status not in suite.tolerates:
         end = (said + errors.read_text(encoding="utf-8"))[-1500:]
-        raise EntryFailed(f"python -m {' '.join(words)} ended with {status}:\n{end}")
+        raise EntryFailed(f"{suite.command.format(out=out)} ended with {status}:\n{end}")
     result = suite.read(said, out)
     if status:
         say(f"  not all is as it should be: see {out}")
@@ -147,6 +148,31 @@ def _publication(stdout: str, out: Path) -> Result:
     )
 
 
+def _memory(stdout: str, out: Path) -> Result:
+    off = [abs(float(row["law"]) / float(row["counted"]) - 1) for row in json.loads(stdout)]
+    return Result(
+        [
+            Figure(what=f"off by, {what} of {len(off)}", value=100 * value, unit="%", noise=0.1)
+            for what, value in (("mean", fmean(off)), ("most", max(off)))
+        ]
+    )
+
+
+def _regret(stdout: str, out: Path) -> Result:
+    return Result(
+        [
+            Figure(
+                what=f"{row['trace']}, {row['variant']}: from the {row['start']} start",
+                value=100 * (1 - row["regret"]),
+                unit="%",
+                less_is_better=False,
+                noise=0.01,
+            )
+            for row in json.loads(stdout)["regret"]
+        ]
+    )
+
+
 def _peers(stdout: str, out: Path) -> Result:
     rows: list[dict[str, Any]] = json.loads((out / "peers.json").read_bytes())["peers"]
     return Result(
@@ -189,7 +215,7 @@ SUITES: Mapping[str, Suite] = {
         Suite(
             "chaos",
             "Faults, and seconds until a run has recovered",
-            "tests.cluster.chaos --minutes 15 --seed 0 --directory {out}",
+            "python -m tests.cluster.chaos --minutes 15 --seed 0 --directory {out}",
             _chaos,
             "A real run (vLLM, accelerate, SSH, a small model) on three hosts in network namespaces"
             " of one machine; faults come in a seeded order, sometimes two at once. A run has"
@@ -202,14 +228,14 @@ SUITES: Mapping[str, Suite] = {
         Suite(
             "decisions",
             "Planning and scheduling",
-            "tests.research.speed --json {out}/speed.json",
+            "python -m tests.research.speed --json {out}/speed.json",
             _speed,
             "On one core each, and the simulator on all, on a recorded trace.",
         ),
         Suite(
             "load",
             "Turns through one controller",
-            f"tests.load --trajectories {' '.join(map(str, TRAJECTORIES))} --seconds 15",
+            f"python -m tests.load --trajectories {' '.join(map(str, TRAJECTORIES))} --seconds 15",
             _load,
             "Real controller, agents, journal and SSH; servers that answer at once, on the same"
             " cores, so that the controller is what is measured.",
@@ -217,7 +243,7 @@ SUITES: Mapping[str, Suite] = {
         Suite(
             "sync",
             "Weight versions to hosts",
-            f"tests.research.sync --bytes 1e9 --hosts {' '.join(map(str, HOSTS))}",
+            f"python -m tests.research.sync --bytes 1e9 --hosts {' '.join(map(str, HOSTS))}",
             _sync,
             "1 GB of random weights to hosts in network namespaces of one machine, whose cores all"
             " of them share: over TLS with checksums, over a process group, and over plain sockets"
@@ -226,18 +252,36 @@ SUITES: Mapping[str, Suite] = {
         Suite(
             "publication",
             "How long the trainer stands still for a version",
-            f"tests.research.weight_publication {LAYERS} /dev/shm/libra-publication",
+            f"python -m tests.research.weight_publication {LAYERS} /dev/shm/libra-publication",
             _publication,
             f"The shapes of {LAYERS} of Qwen3-1.7B's 28 layers and of its embedding.",
         ),
         Suite(
             "peers",
             "Seconds a step, and until it has learned, beside TRL",
-            f"tests.research.peers recipes/quickstart.yaml --seeds {SEEDS}"
+            f"python -m tests.research.peers recipes/quickstart.yaml --seeds {SEEDS}"
             " --json {out}/peers.json",
             _peers,
             "The quickstart by libra and by TRL's GRPOTrainer with its own tool loop, one after the"
             " other: median seconds of a step, and seconds from launch.",
+        ),
+        Suite(
+            "memory",
+            "The memory that the planner reckons with, beside what torch counts",
+            "python -m tests.research.memory_law",
+            _memory,
+            "Bytes of a rank at the worst moment of a step by the planner's law, and by torch's"
+            " memory tracker on the trainer's own code, with fake tensors: Qwen3 of 0.6 to 32"
+            " billion parameters, four layers of true width, on 1 and 8 ranks, checkpointed.",
+        ),
+        Suite(
+            "regret",
+            "The throughput of libra's plans, of that of the best static one in hindsight",
+            "libra bench regret --trace taubench --gpus 24 --drift 'none 1,4' --seeds 3 --out {out}"
+            " --json -",
+            _regret,
+            "In the simulator, a run of 24 steps from four starts: libra's own plan, that of a"
+            " recipe that says no lengths, half of the GPUs, and the worst of those tried.",
         ),
     )
 }

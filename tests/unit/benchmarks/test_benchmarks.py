@@ -153,8 +153,20 @@ def test_peers_are_told_by_contender_and_by_how_many_learned(tmp_path: Path) -> 
     ]
 
 
+def test_laws_are_told_by_what_they_are_off_and_regret_by_what_is_reached(tmp_path: Path) -> None:
+    rows = [{"law": 9.0, "counted": 10.0}, {"law": 12.0, "counted": 10.0}]
+    figures = SUITES["memory"].read(json.dumps(rows), tmp_path).figures
+    assert [round(one.value, 6) for one in figures] == [15.0, 20.0]
+    row = {"trace": "mint", "variant": "1,4", "start": "half", "regret": 0.04}
+    (figure,) = SUITES["regret"].read(json.dumps({"regret": [row]}), tmp_path).figures
+    assert (figure.value, figure.less_is_better) == (96.0, False)
+    assert figure.what == "mint, 1,4: from the half start"
+
+
 def test_a_command_that_fails_says_what_it_said() -> None:
-    suite = Suite("none", "None", "tests.no_such_module", lambda stdout, out: Result(), "")
+    suite = Suite(
+        "none", "None", "python -m tests.no_such_module", lambda stdout, out: Result(), ""
+    )
     with pytest.raises(EntryFailed, match="No module named"):
         measure(suite, lambda text: None)
 
