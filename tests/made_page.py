@@ -13,11 +13,15 @@ import argparse
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.gallery.machine import commit
+
+SETTLE_S = 120.0
+"""Seconds in which the work of an entry has gone from the load, and that of others has not."""
 
 
 class EntryFailed(Exception):
@@ -62,7 +66,7 @@ class MadePage:
             if not again and self.is_fresh(name):
                 say(f"{name}: is fresh; AGAIN=1 makes it again")
                 continue
-            load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+            load, cores = _load_once_quiet(), _cores()
             say(f"{name}: begins (load {load:.1f} on {cores} cores)")
             try:
                 told = self.make(name)
@@ -89,3 +93,18 @@ def say(text: str) -> None:
     """Print a line at once."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
+
+
+def _load_once_quiet() -> float:
+    """Return the load once the cores are half idle, or after ``SETTLE_S`` if others use them.
+
+    The load is a mean of a minute, in which the entry before may have worked.
+    """
+    give_up = time.monotonic() + SETTLE_S
+    while os.getloadavg()[0] > _cores() / 2 and time.monotonic() < give_up:
+        time.sleep(1.0)
+    return os.getloadavg()[0]
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))

@@ -115,6 +115,7 @@ class ServerKill(Fact):
     """A vLLM server that was killed, in seconds from the start of the first step."""
 
     slot: str
+    how: str = "killed (kill -9)"
     at: float
     serves_again_at: float
     """When the slot served again, with the newest weights."""

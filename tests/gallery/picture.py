@@ -7,7 +7,7 @@ from libra_cli.report.html.charts import Band, Series, TimelineRow, over_steps, 
 from libra_cli.report.html.drawing import BOTTOM, RIGHT, TOP, Drawing, label_width
 from libra_cli.report.html.scales import Scale
 from libra_cli.report.status.steps import smooth
-from tests.gallery.facts import Facts, ServerKill, SlotMove, Timeline
+from tests.gallery.facts import Curve, Facts, ServerKill, SlotMove, Timeline
 from tests.gallery.svg import stacked
 
 WIDTH, HEIGHT = 400, 190
@@ -34,7 +34,7 @@ PHASES = {"draining": "starting", "stopping": "starting", "syncing": "starting"}
 
 def picture(facts: Facts) -> str:
     """Return an SVG of a run: its slots over time where they are known, else its curve."""
-    return _curve(facts) if facts.timeline is None else _slots(facts, facts.timeline)
+    return _curve(facts) if facts.timeline is None else slots(facts.curve, facts.timeline)
 
 
 def _curve(facts: Facts) -> str:
@@ -64,9 +64,9 @@ def _curve(facts: Facts) -> str:
     return stacked([(words, drawn)], width=WIDTH, shown=WIDTH)
 
 
-def _slots(facts: Facts, known: Timeline) -> str:
+def slots(curve: Curve, known: Timeline) -> str:
     """Return an SVG: the reward over time, and below it a lane for each slot."""
-    seconds = facts.curve.ended_at[-1]
+    seconds = curve.ended_at[-1]
     rows = [
         TimelineRow(
             lane.slot, [(start, end, PHASES.get(name, name)) for start, end, name in lane.states]
@@ -89,8 +89,8 @@ def _slots(facts: Facts, known: Timeline) -> str:
         for name, (colour, words) in SHADES.items()
         if name in seen
     )
-    heading = f"{NAMES[facts.curve.metric]}, smoothed, over minutes"
-    parts = [(heading, _over_time(facts, known)), (" &#160; ".join(squares), lanes)]
+    heading = f"{NAMES[curve.metric]}, smoothed, over minutes"
+    parts = [(heading, _over_time(curve, known)), (" &#160; ".join(squares), lanes)]
     return stacked(parts, width=WIDE, shown=SHOWN)
 
 
@@ -98,9 +98,9 @@ def _move_mark(move: SlotMove) -> tuple[float, str]:
     return move.started_at, f"{move.slot} to {move.to}"
 
 
-def _over_time(facts: Facts, known: Timeline) -> str:
+def _over_time(curve: Curve, known: Timeline) -> str:
     """Draw the reward at the end of each step, and when a server was killed and served again."""
-    seconds = facts.curve.ended_at[-1]
+    seconds = curve.ended_at[-1]
     left = max(46, label_width(lane.slot for lane in known.lanes))
     drawing = Drawing(
         Scale(0, seconds, left, WIDE - RIGHT),
@@ -114,8 +114,8 @@ def _over_time(facts: Facts, known: Timeline) -> str:
     drawing.y_axis(ticks, scales.decimal_words(ticks))
     times = scales.clock_times(seconds)
     drawing.x_axis(times, [scales.clock(time) for time in times])
-    drawing.dots(facts.curve.ended_at, facts.curve.values, "a")
-    drawing.line(facts.curve.ended_at, smooth(facts.curve.values), "a")
+    drawing.dots(curve.ended_at, curve.values, "a")
+    drawing.line(curve.ended_at, smooth(curve.values), "a")
     if known.kill is not None:
         _mark_kill(drawing, known.kill)
     return drawing.svg()
@@ -127,5 +127,5 @@ def _mark_kill(drawing: Drawing, kill: ServerKill) -> None:
     drawing.upright(kill.at, "bad", width=1.6)
     drawing.upright(kill.serves_again_at, "good", width=1.6)
     away = kill.serves_again_at - kill.at
-    words = f"server of {kill.slot} killed (kill -9); it serves again after {away:.0f} s"
+    words = f"server of {kill.slot} {kill.how}; it serves again after {away:.0f} s"
     drawing.word(kill.at, words, colour="bad")
