@@ -60,13 +60,14 @@ ENTRIES: Mapping[str, Entry] = {
         Entry(
             "kuhn-poker-sft",
             "random weights imitate a poor player of Kuhn poker",
-            examined_by="kuhn-poker",
+            examined_by="kuhn-poker-frozen",
             exports_to="~/.libra/kuhn-poker",
             curve="train/token_accuracy",
         ),
         Entry(
             "kuhn-poker",
             "a model plays poker against itself, so that its rewards sum up to 0",
+            examined_by="kuhn-poker-frozen",
             needs="kuhn-poker-sft",
         ),
         Entry(
