@@ -7,8 +7,10 @@ from typing import Any
 
 from libra_cli.core.records import (
     DecisionRecord,
+    EvaluationRecord,
     MoveRecord,
     NodeRecord,
+    NoteRecord,
     PlanRecord,
     ProcessRecord,
     Record,
@@ -23,7 +25,16 @@ NOTE = "Note"
 """The event under which the journal keeps a line that a run has told its user."""
 ADOPTED = "RunAdopted"
 """The event with which a controller begins that goes on where another was killed."""
-_WHOLE = (RunRecord, NodeRecord, ProcessRecord, SlotRecord, PlanRecord, MoveRecord)
+_WHOLE = (
+    RunRecord,
+    NodeRecord,
+    ProcessRecord,
+    SlotRecord,
+    PlanRecord,
+    MoveRecord,
+    EvaluationRecord,
+    NoteRecord,
+)
 _GROWING = {SyncRecord: "served_at", DecisionRecord: "at", StepRecord: "ended_at"}
 """Records of which there are ever more, and the column by which the newer ones are found."""
 

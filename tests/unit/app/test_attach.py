@@ -17,7 +17,14 @@ from libra_cli.app import attach
 from libra_cli.app.attach import DetachedRun, Watched
 from libra_cli.cli.main import app
 from libra_cli.config.errors import StateError
-from libra_cli.core.records import Record, RunRecord, StepRecord
+from libra_cli.core.records import (
+    EvaluationRecord,
+    NoteRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+)
+from libra_cli.core.warnings.watch import KIND
 from libra_cli.report.terminal.progress import Progress
 from libra_cli.runtime.store.controller_process import process_started
 from libra_cli.runtime.store.event_log import EVENTS
@@ -28,6 +35,10 @@ from libra_cli.runtime.store.run_directory import CONSOLE_LOG
 from tests import sample_run
 
 DEADLINE_S = 20.0
+EVALUATION = EvaluationRecord(
+    0, "held-out", 10, 1, "finished", 1.0, 2.0, 3, 1, 3, 0, 10.0, 60, '{"pass@1": 1, "avg@1": 1}'
+)
+WARNING = NoteRecord(KIND, "entropy", 2.0, "the policy has become certain")
 
 
 def mine(state: str = "running") -> RunRecord:
@@ -39,7 +50,7 @@ def mine(state: str = "running") -> RunRecord:
 def test_who_attaches_sees_what_the_run_itself_shows(tmp_path: Path) -> None:
     live = [Progress(Console(file=io.StringIO(), width=80), name="x") for _ in range(2)]
     with Journal(tmp_path) as journal:
-        for _, record in sample_run.records():
+        for record in (*(record for _, record in sample_run.records()), EVALUATION, WARNING):
             live[0].on(record)
             journal.save(record)
     with Reader(tmp_path) as reader:
@@ -50,6 +61,9 @@ def test_who_attaches_sees_what_the_run_itself_shows(tmp_path: Path) -> None:
         Console(file=file, width=80).print(progress)
     lines = [file.getvalue().splitlines()[1:] for file in drawn]
     assert lines[0] == lines[1]
+    shown = " ".join(drawn[1].getvalue().split())
+    assert "the policy has become certain" in shown
+    assert "held-out" in shown
 
 
 def test_a_follower_gives_every_change_once(tmp_path: Path) -> None:
