@@ -31,6 +31,8 @@ POLL_S = 0.2
 def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[str]:
     """``libra stop``: ask the controller, or clean up after one that is gone.
 
+    A run that is ending already is only waited for, unless it is to end ``at_once``.
+
     Returns:
         What could not be proved gone; empty when nothing is left.
 
@@ -47,8 +49,11 @@ def stop(run_dir: Path, *, at_once: bool, note: Callable[[str], None]) -> list[s
             hint=f"on {home}: libra stop {run_dir}",
         )
     if alive:
-        _interrupt(row, at_once=at_once)
-        note("waiting for the controller: checkpoint, drain, stop")
+        if row.is_ending and not at_once:  # its controller takes a second signal for: at once
+            note(f"it is stopping already, and waited for; at once: libra stop --now {run_dir}")
+        else:
+            _interrupt(row, at_once=at_once)
+            note("waiting for the controller: checkpoint, drain, stop")
         _await_end(row, run_dir)
     note("asking every host what is left of this run")
     return asyncio.run(_stop_remains(recipe_of(run_dir), row.id))

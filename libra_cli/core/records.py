@@ -34,6 +34,10 @@ NO_COLUMN: Final[Mapping[str, bool]] = {"column": False, **HIDDEN}
 """Metadata of a field that is kept elsewhere than in a column."""
 
 
+ENDING: Final = "the run is ending"
+"""How ``RunRecord.waiting`` begins while a run is wound down."""
+
+
 def to_metrics_json(metrics: Mapping[str, float | None]) -> str:
     """The text of a column ``metrics_json``. JSON knows no NaN and no infinity: they are null."""
     return dumps(
@@ -71,6 +75,11 @@ class RunRecord:
     controller_pid: int
     controller_started: float
     """The pid's start time in clock ticks since boot, so that a recycled pid is never signalled."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its controller winds it down: nothing new begins any more."""
+        return self.waiting.startswith(ENDING)
 
 
 @dataclass(frozen=True, slots=True)

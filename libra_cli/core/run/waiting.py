@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from libra_cli.core.cluster.trainer_life import TrainerState
+from libra_cli.core.records import ENDING
 from libra_cli.core.run.assembly import RunParts
 from libra_cli.core.run.state import Phase
 
@@ -11,7 +12,7 @@ def waiting(parts: RunParts) -> str:
     """Return a sentence on what waits for what in the run, now."""
     phase, trainer = parts.run.phase, parts.training.state
     if phase in (Phase.DRAINING, Phase.STOPPING):
-        return f"the run is ending ({parts.run.outcome})"
+        return f"{ENDING} ({parts.run.outcome})"
     if not parts.rollout.needs_seats:
         at_work = trainer in (TrainerState.READY, TrainerState.BUSY)
         return "nobody waits" if at_work else "everything waits for the trainer to start"

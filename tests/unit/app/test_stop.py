@@ -16,6 +16,7 @@ from libra_cli.app import stop
 from libra_cli.cli import main
 from libra_cli.cli.main import app
 from libra_cli.config.errors import HostLost
+from libra_cli.core.records import ENDING, RunRecord
 from libra_cli.runtime.store.journal import Journal
 from tests import sample_run
 
@@ -47,6 +48,38 @@ def test_a_host_that_does_not_answer_keeps_no_other_from_being_stopped(monkeypat
         "silent: silent: no answer; its lease of 120 s ends what runs there",
         "n2: 7 (server)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "at_once", "signalled"),
+    [
+        ("nobody waits", False, [False]),
+        (f"{ENDING} (stopped)", False, []),
+        (f"{ENDING} (stopped)", True, [True]),
+    ],
+)
+def test_a_run_that_is_ending_is_hurried_only_if_it_is_to_end_at_once(
+    tmp_path, monkeypatch, waiting, at_once, signalled
+) -> None:
+    signals: list[bool] = []
+
+    def interrupt(row: RunRecord, *, at_once: bool) -> None:
+        signals.append(at_once)
+
+    async def none_left(recipe: object, run_id: str) -> list[str]:
+        return []
+
+    waited: list[RunRecord] = []
+    monkeypatch.setattr(stop, "_interrupt", interrupt)
+    monkeypatch.setattr(stop, "_await_end", lambda row, run_dir: waited.append(row))
+    monkeypatch.setattr(stop, "_stop_remains", none_left)
+    run_dir = sample_run.write_whole(tmp_path / "run")
+    with Journal(run_dir) as journal:
+        journal.save(sample_run.run_record(waiting=waiting))
+        journal.flush()
+        assert stop.stop(run_dir, at_once=at_once, note=lambda text: None) == []
+    assert signals == signalled
+    assert len(waited) == 1
 
 
 @pytest.mark.parametrize(("left", "code"), [([], 0), (["n2: 7 (server)"], 3)])

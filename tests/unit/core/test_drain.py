@@ -8,6 +8,7 @@ from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.cluster.step_book import PATIENCE_S
 from libra_cli.core.cluster.trainer_life import TrainerState
+from libra_cli.core.records import RunRecord
 from libra_cli.core.rollout.active import Stage
 from libra_cli.core.run.course import DRAIN_S
 from tests.elastic import Scene, of, scene
@@ -69,9 +70,11 @@ def test_a_turn_that_is_generated_is_waited_for_while_others_are_in_their_enviro
         return {one.stage for one in rollout.active.values()}
 
     world.until(lambda: held() >= {Stage.GENERATING, Stage.ADVANCING})
+    assert not world.rows(RunRecord)[-1].is_ending
     world.give(e.StopRequested(at_once=False, reason="asked"))
     world.until(lambda: not training.at_work)
     assert not world.did(a.StopServer)
+    assert world.rows(RunRecord)[-1].is_ending
     world.speak()
     world.until(lambda: world.end)
     assert world.end == a.End("stopped", "asked")
