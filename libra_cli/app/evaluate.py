@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from libra_cli.core.records import EvaluationRecord, ExportRecord
 from libra_cli.report.status.evaluations import EvaluationPart, evaluation_parts
 from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
 from libra_cli.runtime.hosts.owned_directory import OwnedDirectory
+from libra_cli.runtime.interrupts import CLEARING, Interrupts
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.result_files import check_place, write_result
 from libra_cli.runtime.store.reader import Reader
@@ -131,12 +131,13 @@ async def _played(
     recipe: Recipe, told: Callable[[EvaluationRecord], None], note: Callable[[str], None]
 ) -> list[EvaluationRecord]:
     check_source(recipe)
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    interrupts = Interrupts(note)
+    interrupts.end_task()
     with OwnedDirectory("eval") as work:
+        evaluation = StandaloneEvaluation(
+            recipe, work, told=told, note=note, ending=lambda: interrupts.end_nothing(CLEARING)
+        )
         try:
-            return await StandaloneEvaluation(recipe, work, told=told, note=note).run()
+            return await evaluation.run()
         except asyncio.CancelledError:
             raise StoppedByUser("stopped; nothing was written") from None

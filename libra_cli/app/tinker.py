@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from libra_cli.config.recipe import ModelSpec
 from libra_cli.config.secrets import known_secrets, masker
 from libra_cli.runtime.hosts.owned_directory import OwnedDirectory
+from libra_cli.runtime.interrupts import CLEARING, Interrupts
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.supervision.quotations import masked_errors
 from libra_cli.runtime.tinker.adapters import SavedAdapters
@@ -47,27 +47,30 @@ def serve(
     """
     recipe = load_recipe(recipe_path)
     mask = masker(known_secrets(recipe))
+
+    def noted(text: str) -> None:
+        note(mask(text))
+
     with masked_errors(mask), OwnedDirectory("tinker") as work:
-        hosts = TinkerHosts(recipe, work, max_rank=max_rank, note=lambda text: note(mask(text)))
+        hosts = TinkerHosts(recipe, work, max_rank=max_rank, note=noted)
         model = _model(recipe.model, str(hosts.model_dir), max_rank, served_model_name)
-        service = TinkerService(
-            model, hosts, SavedAdapters(directory), note=lambda text: note(mask(text))
-        )
+        service = TinkerService(model, hosts, SavedAdapters(directory), note=noted)
 
         def told(url: str) -> None:
             ServiceAddress(url, service.key).write(directory)
             ready(TinkerAddress(url, service.key, service.model.name))
 
-        asyncio.run(_served(hosts, service, port, told))
+        asyncio.run(_served(hosts, service, port, told, Interrupts(noted)))
 
 
 async def _served(
-    hosts: TinkerHosts, service: TinkerService, port: int, ready: Callable[[str], None]
+    hosts: TinkerHosts,
+    service: TinkerService,
+    port: int,
+    ready: Callable[[str], None],
+    interrupts: Interrupts,
 ) -> None:
-    task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    interrupts.end_task()
     try:
         await hosts.open()
         ready(await service.start(port))
@@ -75,6 +78,7 @@ async def _served(
     except asyncio.CancelledError:
         return
     finally:
+        interrupts.end_nothing(CLEARING)
         await service.close()
         await hosts.close()
 

@@ -1,9 +1,12 @@
 """Ctrl-C and SIGTERM: what they end depends on what the run is at.
 
-starting    the task that starts it; a second one changes nothing
+starting    the task that starts it; a second one only tells so
 at work     its machine, which stops with a checkpoint; at once for a second one
 leaving     what is written after the run
 releasing   nothing any more
+
+Commands that hold hosts without a run (``libra eval``, ``tinker``) are at their start until they
+release them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ Interrupted: TypeAlias = Callable[[bool], object]
 """Called for each signal; True from the second on: at once."""
 
 
+STOPPING = "already stopping"
+CLEARING = f"{STOPPING}: the hosts are being cleared"
+
+
 class Interrupts:
     """The signals that end a run; each method says what they do from now on."""
 
@@ -28,16 +35,16 @@ class Interrupts:
         self._count = 0
         self._call: Interrupted = lambda at_once: None
 
-    def end_start(self) -> None:
-        """Catch the signals; the first cancels the task that calls this."""
+    def end_task(self) -> None:
+        """Catch the signals; the first cancels the task that calls this, and no other does."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._interrupted)
 
         def call(at_once: bool) -> None:
+            self._note(STOPPING if at_once else "stopping")
             if not at_once:
-                self._note("stopping")
                 task.cancel()
 
         self._call = call

@@ -39,7 +39,7 @@ from libra_cli.runtime.frozen.models import FrozenModels, models_of
 from libra_cli.runtime.host_events import HostEvents
 from libra_cli.runtime.hosts.agent_messages import Exited, HostEvent
 from libra_cli.runtime.hosts.cluster import PATIENCE_S, Cluster
-from libra_cli.runtime.interrupts import Interrupts
+from libra_cli.runtime.interrupts import CLEARING, Interrupts
 from libra_cli.runtime.new_run import LastCheckpoint, Planning, new_machine
 from libra_cli.runtime.parts import check_outside, performer_of
 from libra_cli.runtime.performer import Performer
@@ -111,7 +111,7 @@ class Session:
             LibraError: it could not be started, or failed in a way only a user can mend.
         """
         asyncio.get_running_loop().set_exception_handler(log_of_loop)
-        self._interrupts.end_start()
+        self._interrupts.end_task()
         self._save(self._records.row)
         try:
             end = await self._whole(goes_on)
@@ -307,7 +307,7 @@ class Session:
 
     async def _release(self) -> None:
         note = self._records.note
-        self._interrupts.end_nothing("already stopping: the hosts are being cleared")
+        self._interrupts.end_nothing(CLEARING)
         await self._exports.close()
         if self._attaching:
             what_next = f"libra run {self._records.row.recipe} --resume {self._run_dir}"

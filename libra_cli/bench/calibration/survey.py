@@ -24,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +47,7 @@ from libra_cli.core.costs.loads import (
 )
 from libra_cli.core.costs.mixtures import refuse_mixture
 from libra_cli.core.types import Seconds, SlotId, Tokens, Trajectory, TrajectoryId
+from libra_cli.runtime.interrupts import CLEARING, Interrupts
 from libra_cli.runtime.rollout.connection import ServerFacts
 
 WINDOW_S: Seconds = 1.5
@@ -126,11 +126,8 @@ def measure(recipe: Recipe, budget: MeasurementBudget, *, note: Progress) -> Cal
 async def _measure(
     recipe: Recipe, budget: MeasurementBudget, note: Progress
 ) -> CalibrationMeasurement:
-    task = asyncio.current_task()
-    assert task is not None
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
+    interrupts = Interrupts(note)
+    interrupts.end_task()
     with tempfile.TemporaryDirectory(prefix="libra-calibrate-") as work:
         harness = MeasurementHarness(recipe, Path(work), note=note)
         try:
@@ -139,6 +136,7 @@ async def _measure(
         except asyncio.CancelledError:
             raise StoppedByUser("stopped; nothing was written") from None
         finally:
+            interrupts.end_nothing(CLEARING)
             note("stopping everything")
             began = time.monotonic()
             await harness.close()

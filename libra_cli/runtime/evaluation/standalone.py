@@ -52,12 +52,16 @@ class StandaloneEvaluation:
         *,
         told: Callable[[EvaluationRecord], None],
         note: Callable[[str], None],
+        ending: Callable[[], None] = lambda: None,
     ) -> None:
-        """``told`` is given the row of an evaluation whenever one of its trajectories ends."""
+        """``told`` is given the row of an evaluation whenever one of its trajectories ends, and
+        ``ending`` is called once nothing is left to do but to stop what runs.
+        """
         self._recipe = recipe
         self._work = work
         self._told = told
         self._note = note
+        self._ending = ending
         self._plan = initial_plan(recipe)
         self._cluster = Cluster(
             recipe,
@@ -93,6 +97,7 @@ class StandaloneEvaluation:
                     self._recipe = self._recipe.served_at(address)
                     await self._evaluate(address)
         finally:
+            self._ending()
             self._cluster.events.unsubscribe(self._happened)
             for line in await self._cluster.close():
                 self._note(f"not proved gone: {line}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from array import array
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,13 +13,21 @@ import pytest
 
 from libra_cli.app import evaluate as command
 from libra_cli.app.evaluate import model_of
-from libra_cli.config.errors import EnvironmentBroken, InputError, LibraError, StateError
+from libra_cli.config.errors import (
+    EnvironmentBroken,
+    InputError,
+    LibraError,
+    StateError,
+    StoppedByUser,
+)
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import TurnGenerated
 from libra_cli.core.records import EvaluationRecord
 from libra_cli.core.types import STARTED_WITH, TrajectoryId, VersionSpan
 from libra_cli.runtime.episodes.player import TurnResult
 from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
+from libra_cli.runtime.interrupts import CLEARING, STOPPING
+from tests.unit.runtime.test_interrupts import interrupted
 from tests.world import recipe
 
 
@@ -108,9 +117,11 @@ def evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             played.append(True)
             return []
 
-    def result(output: str) -> command.EvaluationResult:
+    def result(
+        output: str, note: Callable[[str], None] = lambda text: None
+    ) -> command.EvaluationResult:
         where = (Path(), Path("recipe.yaml"), Path(output))
-        return command.evaluate(*where, step=None, told=lambda row: None, note=lambda text: None)
+        return command.evaluate(*where, step=None, told=lambda row: None, note=note)
 
     played: list[bool] = []
     monkeypatch.setattr(command, "StandaloneEvaluation", Played)
@@ -143,6 +154,36 @@ def test_a_result_is_there_to_be_shown_where_its_file_cannot_be_written(evaluate
     Path("new/x.json").mkdir()
     with pytest.raises(LibraError, match="cannot be written: Is a directory"):
         found.write()
+
+
+@pytest.mark.parametrize("played", [True, False])
+def test_no_signal_interrupts_the_clearing_of_the_hosts(
+    evaluated, monkeypatch: pytest.MonkeyPatch, played: bool
+) -> None:
+    """Neither a second one, nor the first where all is played."""
+    noted: list[str] = []
+    cleared: list[bool] = []
+
+    class Interrupted(StandaloneEvaluation):
+        async def run(self) -> list[EvaluationRecord]:
+            try:
+                if not played:
+                    await interrupted(noted, "")
+            finally:
+                if not played:
+                    await interrupted(noted, STOPPING)
+                self._ending()
+                await interrupted(noted, CLEARING)
+                cleared.append(True)
+            return []
+
+    monkeypatch.setattr(command, "StandaloneEvaluation", Interrupted)
+    if played:
+        evaluated[0]("x.json", note=noted.append)
+    else:
+        with pytest.raises(StoppedByUser):
+            evaluated[0]("x.json", note=noted.append)
+    assert cleared == [True]
 
 
 def test_what_environments_say_is_told_without_secrets(
