@@ -148,16 +148,16 @@ def rebalance(
     from libra_cli.report.status.summary import to_json
     from libra_cli.report.terminal.rebalance import rebalance_view
 
+    ordered = orders.Ordered(to, pin or [], join or [], split or [])
     with errors_told():
         if not dry_run:
             orders.refuse_explaining(as_json=as_json, profile=profile, trace=trace)
-            accepted, text = orders.order(
-                target, to=to, pins=pin or [], join=join or [], split=split or []
-            )
+            accepted, text = orders.order(target, ordered)
             (out if accepted else err).print(text, markup=False, highlight=False)
             if not accepted:
                 raise typer.Exit(ExitCode.WRONG_INPUT)
             return
+        orders.refuse_ordering(ordered)
         told = commands.explain(target, trace=trace, profile=profile)
         if as_json:
             typer.echo(to_json(told))

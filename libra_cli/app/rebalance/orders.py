@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,6 +25,16 @@ class RebalanceError(InputError):
     """An argument of ``libra rebalance`` that means nothing, or not yet."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """What the options of ``libra rebalance`` order, as they were typed; each may be empty."""
+
+    to: str
+    pins: Sequence[str]
+    join: Sequence[str]
+    split: Sequence[str]
+
+
 def refuse_explaining(*, as_json: bool, profile: str | None, trace: str | None) -> None:
     """Raise RebalanceError if an option is given that only ``--dry-run`` takes."""
     given = {"--json": as_json, "--profile": profile, "--trace": trace}
@@ -35,14 +46,24 @@ def refuse_explaining(*, as_json: bool, profile: str | None, trace: str | None) 
         )
 
 
-def order(
-    target: Path | None,
-    *,
-    to: str,
-    pins: Sequence[str],
-    join: Sequence[str],
-    split: Sequence[str],
-) -> tuple[bool, str]:
+def refuse_ordering(ordered: Ordered) -> None:
+    """Raise RebalanceError if an order is given, which ``--dry-run`` would not carry out."""
+    given = {
+        "--to": ordered.to,
+        "--pin": ordered.pins,
+        "--join": ordered.join,
+        "--split": ordered.split,
+    }
+    flags = [flag for flag, value in given.items() if value]
+    if flags:
+        raise RebalanceError(
+            f"{flags[0]} is an order, and with --dry-run nothing is moved: it explains the "
+            "planner's own choice",
+            hint="libra rebalance RUN_DIR --dry-run; or leave out --dry-run, and slots move",
+        )
+
+
+def order(target: Path | None, ordered: Ordered) -> tuple[bool, str]:
     """Ask a live run to plan now, or order a split or larger and smaller servers.
 
     Whether it was accepted, and what was said.
@@ -56,13 +77,14 @@ def order(
             f"{run_dir} is a recipe: only a live run can move slots",
             hint=f"libra rebalance {run_dir} --dry-run",
         )
-    named = dict(_read_pair(part, _number) for part in to.split(",")) if to else {}
+    to = ordered.to.split(",") if ordered.to else []
+    named = dict(_read_pair(part, _number) for part in to)
     counts = {ORDERED[name]: number for name, number in named.items() if name in ORDERED}
     models = {name: number for name, number in named.items() if name not in ORDERED}
     if models:
         _check_models(models, [one.name for one in recipe_of(run_dir).models])
-    pinned = dict(_read_pair(pin, _pin) for pin in pins)
-    shapes = dict.fromkeys(join, True) | dict.fromkeys(split, False)
+    pinned = dict(_read_pair(pin, _pin) for pin in ordered.pins)
+    shapes = dict.fromkeys(ordered.join, True) | dict.fromkeys(ordered.split, False)
     if shapes and (counts or pinned or models):
         raise RebalanceError(
             "--join and --split change the size of servers, and --to and --pin what slots do: "

@@ -443,6 +443,20 @@ def test_an_order_that_cannot_be_read_says_what_is_wrong(
     assert said in " ".join(done.output.split())
 
 
+@pytest.mark.parametrize(
+    "ordered",
+    [("--to", "rollout=1"), ("--pin", "a/0=train"), ("--join", "a/0+1"), ("--split", "a/0+1")],
+)
+def test_an_order_is_not_dropped_where_nothing_is_to_be_moved(
+    cpu_run: Path, ordered: tuple[str, str]
+) -> None:
+    done = libra(str(cpu_run), "--dry-run", *ordered)
+    assert done.exit_code == 2
+    assert f"{ordered[0]} is an order, and with --dry-run nothing is moved" in " ".join(
+        done.output.split()
+    )
+
+
 def test_a_trace_with_a_run_or_a_wrong_path_is_refused(tmp_path: Path) -> None:
     assert "--trace is for a recipe" in libra(str(tmp_path), "--dry-run", "--trace", "mint").output
     assert "there is no" in libra(str(tmp_path / "no"), "--dry-run").output
