@@ -29,13 +29,13 @@ def quickstart(
         if steps is not None:
             spec = loaded.run.model_copy(update={"steps": steps})
             loaded = loaded.model_copy(update={"run": spec})
-        run_dir = new_run_dir(loaded.run)
-        for line in (
-            f"recipe: {chosen.recipe} ({chosen.why})",
-            f"run directory: {run_dir.absolute()}",
-        ):
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
-        run_here(loaded, chosen.recipe, run_dir, resume=False)
+        with new_run_dir(loaded.run) as run_dir:
+            for line in (
+                f"recipe: {chosen.recipe} ({chosen.why})",
+                f"run directory: {run_dir.absolute()}",
+            ):
+                out.print(line, markup=False, highlight=False, soft_wrap=True)
+            run_here(loaded, chosen.recipe, run_dir, resume=False)
     following = {
         f"libra show {run_dir} --best": "what the agent did, turn by turn",
         f"libra serve {run_dir}": "its curves in a browser; libra status has figures",

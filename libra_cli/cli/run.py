@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,13 +53,14 @@ def run(
         if seed is not None:
             spec = loaded.run.model_copy(update={"seed": seed})
             loaded = loaded.model_copy(update={"run": spec})
-        run_dir = resume or into or new_run_dir(loaded.run)
-        if detach:
-            seeded = [] if seed is None else ["--seed", str(seed)]
-            where = ["--resume" if resume else "--into", str(run_dir)]
-            _detach(run_dir, ["run", str(recipe), *where, *seeded])
-        else:
-            run_here(loaded, recipe, run_dir, resume=resume is not None)
+        given = resume or into
+        with nullcontext(given) if given else new_run_dir(loaded.run) as run_dir:
+            if detach:
+                seeded = [] if seed is None else ["--seed", str(seed)]
+                where = ["--resume" if resume else "--into", str(run_dir)]
+                _detach(run_dir, ["run", str(recipe), *where, *seeded])
+            else:
+                run_here(loaded, recipe, run_dir, resume=resume is not None)
 
 
 def attach(run_dir: RunDir = None) -> None:

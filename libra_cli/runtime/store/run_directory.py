@@ -15,6 +15,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain, count
 from pathlib import Path
 
 from libra_cli.config.errors import StateError, WrongRun
@@ -29,11 +32,39 @@ CONSOLE_LOG = "console.log"
 """What a run says that has no terminal, or none that takes it."""
 
 
-def new_run_dir(run: RunSpec) -> Path:
-    """A fresh run directory's path; nothing is created yet."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    names = (f"{run.name}-{stamp}{more}" for more in ("", *(f"-{n}" for n in range(2, 99))))
-    return next(path for name in names if not (path := Path(run.directory) / name).exists())
+@contextmanager
+def new_run_dir(run: RunSpec) -> Iterator[Path]:
+    """Make a run directory that no other run has; it goes again if nothing was put into it.
+
+    Raises:
+        StateError: it cannot be made.
+    """
+    directory = Path(run.directory)
+    with _can_be_made(directory):
+        missing = [path for path in (directory, *directory.parents) if not path.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        run_dir = _reserved(directory, f"{run.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        yield run_dir
+    finally:
+        with suppress(OSError):  # something is in it
+            for path in (run_dir, *missing):
+                path.rmdir()
+
+
+def _reserved(directory: Path, name: str) -> Path:
+    """Make and return a directory of this name, or with the first number after it that is free."""
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    return next(path for one in names if _is_made(path := directory / one))
+
+
+def _is_made(path: Path) -> bool:
+    """Make the directory, and return whether it was not there."""
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        return False
+    return True
 
 
 def make_run_dir(run_dir: Path) -> None:
@@ -42,13 +73,20 @@ def make_run_dir(run_dir: Path) -> None:
     Raises:
         StateError: it cannot be made, or belongs to somebody else.
     """
-    try:
+    with _can_be_made(run_dir):
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         if run_dir.stat().st_mode & 0o077:  # an older libra let everybody in
             run_dir.chmod(0o700)
+
+
+@contextmanager
+def _can_be_made(directory: Path) -> Iterator[None]:
+    """Raise StateError where the directory cannot be made."""
+    try:
+        yield
     except OSError as error:
         raise StateError(
-            f"{run_dir} cannot be made for this user alone: {error}",
+            f"{directory} cannot be made for this user alone: {error}",
             hint="name another run.directory in the recipe",
         ) from error
 

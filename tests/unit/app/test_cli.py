@@ -152,7 +152,7 @@ def test_a_dry_run_shows_the_plan_and_then_names_an_environment_that_is_not_ther
     assert "export PYTHONPATH=$PWD" in done.output
 
 
-def test_a_dry_run_names_an_agent_that_is_not_there(tmp_path):
+def test_a_dry_run_names_an_agent_that_is_not_there_and_a_run_leaves_nothing(tmp_path):
     (tmp_path / "mine.py").write_text("def agent(task, base_url, api_key, model): return 1.0\n")
     text = "nodes: [{host: local, slots: 2}]\nmodel: {build: {}}\nenvironment: {name: calculator}\n"
     agent = "agent: {directory: ., function: 'mine:agnt'}\n"
@@ -160,6 +160,8 @@ def test_a_dry_run_names_an_agent_that_is_not_there(tmp_path):
     done = libra("run", "--dry-run", str(tmp_path / "r.yaml"))
     assert done.exit_code == 2
     assert "did you mean 'agent'?" in done.output.replace("\n", " ")
+    assert libra("run", str(tmp_path / "r.yaml")).exit_code == 2
+    assert not (tmp_path / "runs").exists()
 
 
 def test_status_of_nothing_says_what_to_type():
