@@ -152,7 +152,7 @@ def give_order(
             )
         time.sleep(POLL_S / 5)
     with understood(StateError, f"{answer}"):
-        said = json.loads(answer.read_text())
+        said = json.loads(answer.read_text(encoding="utf-8"))
         answer.unlink(missing_ok=True)
         return bool(said["accepted"]), printable(str(said["text"]))
 

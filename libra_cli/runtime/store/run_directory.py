@@ -95,7 +95,8 @@ def write_private(path: Path, text: str) -> None:
     """Write a file that only this user can read; it appears whole, once it is on disk."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -153,7 +154,8 @@ def recipe_of(run_dir: Path) -> Recipe:
     """
     try:
         # A key that went since the run was made says nothing any more.
-        return Recipe.model_validate_json((run_dir / RECIPE).read_text(), extra="ignore")
+        text = (run_dir / RECIPE).read_text(encoding="utf-8")
+        return Recipe.model_validate_json(text, extra="ignore")
     except (OSError, ValueError) as error:
         raise WrongRun(
             f"{run_dir} has no usable {RECIPE}: {error}", hint=f"ls {run_dir}"

@@ -1,7 +1,10 @@
-"""The directory of a run is its own."""
+"""The directory of a run is its own, and what is in it is read as it was written."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +13,18 @@ import pytest
 from libra_cli.config.errors import StateError
 from libra_cli.config.recipe import RunSpec
 from libra_cli.runtime.store.run_directory import new_run_dir
+
+WITHOUT_UTF8 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+KEEPS = r"""
+import sys
+from pathlib import Path
+from libra_cli.config.recipe import Recipe
+from libra_cli.runtime.store.run_directory import keep_recipe, recipe_of
+recipe = {"nodes": [{"host": "local", "slots": 2}], "model": {"path": "/mod\u00e8les/a"}}
+recipe = Recipe.model_validate(recipe)
+keep_recipe(recipe, Path(sys.argv[1]))
+assert recipe_of(Path(sys.argv[1])) == recipe
+"""
 
 
 @pytest.fixture
@@ -40,3 +55,14 @@ def test_a_place_that_takes_no_directory_is_told(spec: RunSpec, tmp_path: Path) 
     (tmp_path / "new").symlink_to("nowhere")
     with pytest.raises(StateError, match="cannot be made"), new_run_dir(spec):
         pass
+
+
+def test_a_recipe_is_kept_in_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS, str(tmp_path)],
+        env={**os.environ, **WITHOUT_UTF8},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
