@@ -6,7 +6,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
-from libra_cli.config.errors import WrongRun
+from libra_cli.config.errors import HostError, WrongRun
 from libra_cli.config.secrets import masker, secrets_in
 from libra_cli.config.text import printable
 from libra_cli.core.records import ProcessRecord
@@ -37,7 +37,7 @@ async def logs(
 
     Raises:
         WrongRun: no such run, node or process.
-        HostError: the host cannot be reached.
+        HostError: the host cannot be reached, or a log is not there any more.
     """
     where = run_dir or newest_run()
     with Reader(where) as reader:
@@ -56,6 +56,11 @@ async def logs(
         try:
             while line := await stream.readline():
                 yield mask(printable(line.decode(errors="replace").rstrip("\n")))
+            if await stream.exit_code():
+                raise HostError(
+                    f"{node}: {printable(stream.errors) or 'the connection broke'}",
+                    hint=f"libra ps {where} lists what runs have left there",
+                )
         finally:
             await stream.close()
     finally:

@@ -9,12 +9,14 @@ import pytest
 from typer.testing import CliRunner
 
 from libra_cli.cli.main import app
-from libra_cli.config.errors import HostError
+from libra_cli.config.errors import ExitCode, HostError
 from libra_cli.config.recipe import Recipe
+from libra_cli.core.records import ProcessRecord
 from libra_cli.runtime.hosts.ssh import SshTransport
+from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.nearby_runs import command_for_another
 from libra_cli.runtime.store.run_directory import keep_recipe
-from tests.sample_run import write
+from tests.sample_run import write, write_whole
 
 RECIPE = "nodes: [{host: local, slots: 2}]\nmodel: {build: {}}\nenvironment: {name: calculator}\n"
 VERL = "actor_rollout_ref:\n  rollout: {n: 4}\nalgorithm: {adv_estimator: grpo}\n"
@@ -66,6 +68,22 @@ def test_logs_of_what_is_not_there_name_what_is():
     write(Path("runs/one"))
     assert "next: libra logs local --run runs/one" in libra("logs gpu-99")
     assert "next: libra logs local model --run runs/one" in libra("logs local nothing")
+
+
+def test_a_log_that_is_gone_is_told_after_those_that_are_there(tmp_path):
+    write_whole(Path("run"))
+    there = tmp_path / "there.log"
+    there.write_text("its words\n")
+    with Journal(Path("run")) as journal:
+        for name, log in (("server-8", there), ("server-9", tmp_path / "gone.log")):
+            journal.save(ProcessRecord("local", name, 7, "exited", 1.0, 0, str(log)))
+    shown = CliRunner().invoke(app, ["logs", "local", "server-8", "--run", "run"])
+    assert (shown.exit_code, shown.output) == (ExitCode.FINISHED, "its words\n")
+    gone = CliRunner().invoke(app, ["logs", "local", "server-9", "--run", "run"])
+    assert gone.exit_code == ExitCode.HOST_PROBLEM
+    assert "gone.log" in gone.output
+    assert "next: libra ps run" in gone.output
+    assert "its words" in libra("logs local --run run")
 
 
 def test_an_export_that_reaches_no_host_says_how_to_try_one(monkeypatch):
