@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli import __version__
-from libra_cli.config.errors import RecipeError, StoppedByUser, WrongRun
+from libra_cli.config.errors import InputError, RecipeError, StoppedByUser, WrongRun
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
 from libra_cli.core.json_form import json_form
@@ -90,11 +90,17 @@ def model_of(target: Path, step: int | None) -> Path:
 
     Raises:
         WrongRun: there is none, or it is an adapter.
+        InputError: a step is named, and the directory is no run's.
     """
     if not (target / DATABASE).is_file():
         model = target.expanduser().absolute()
         if not model.is_dir():
             raise WrongRun(f"{target} is no directory", hint="libra export RUN_DIR makes a model")
+        if step is not None:
+            raise InputError(
+                f"--step chooses among the models of a run, and {target} is one model",
+                hint=f"libra eval {target} RECIPE; or libra eval RUN_DIR RECIPE --step {step}",
+            )
         return _whole(model)
     with Reader(target) as reader:
         made = [row for row in reader.exports() if step in (None, row.step)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_cli.config.errors import HostError, LibraError, WrongRun
+from libra_cli.config.errors import HostError, InputError, LibraError, WrongRun
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.records import ExportRecord
@@ -48,9 +48,15 @@ def export(run_dir: Path | None, order: ExportOrder, note: Callable[[str], None]
     """``libra export``: make the model on a host that trained it; with ``to``, copy it here.
 
     Raises:
+        InputError: the order names a step and the best at once.
         WrongRun: no such run, or no such checkpoint; the message names those there are.
         LibraError: a host that is needed does not answer, or the model cannot be made.
     """
+    if order.best and order.step is not None:
+        raise InputError(
+            "--best and --step each choose the checkpoint: one of them would be ignored",
+            hint=f"libra export RUN_DIR --best, or libra export RUN_DIR --step {order.step}",
+        )
     return asyncio.run(_export(run_dir or newest_run(), order, note))
 
 
@@ -71,6 +77,8 @@ async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]
         there = await find_checkpoints({node: host for node, (host, _) in hosts.items()})
         found = scored_by(there, evaluations, recipe.evaluation_names)
         chosen = _chosen(found, order, run_dir)
+        if order.best and chosen.score is None:
+            note(f"no checkpoint has a score: step {chosen.step}, the last, stands for the best")
         exports = ModelExports(
             hosts, addresses, lambda step: card_of(run_dir, step), RunSecrets.new()
         )

@@ -25,7 +25,7 @@ from libra_cli.cli.show import show
 from libra_cli.cli.tasks import tasks
 from libra_cli.cli.terminal import err, errors_told, out
 from libra_cli.cli.tinker import tinker
-from libra_cli.config.errors import ExitCode, WrongRun
+from libra_cli.config.errors import ExitCode, InputError, WrongRun
 
 if TYPE_CHECKING:
     from libra_cli.app.stop import RunToStop
@@ -84,6 +84,8 @@ def status(
     from libra_cli.report.terminal.console import status_view
 
     with errors_told():
+        if watch:
+            _refuse_watching(run_dir, as_json=as_json, of_tinker=serves_tinker(run_dir))
         if serves_tinker(run_dir):
             show_service(run_dir, as_json=as_json)
         elif as_json:
@@ -92,6 +94,20 @@ def status(
             _watch(run_dir)
         else:
             out.print(status_view(status_of(run_dir), now=time.time()))
+
+
+def _refuse_watching(run_dir: Path | None, *, as_json: bool, of_tinker: bool) -> None:
+    """Raise InputError where ``--watch`` would have nothing to keep live."""
+    if as_json:
+        raise InputError(
+            "--json prints one object and ends, and --watch goes on until Ctrl-C",
+            hint="libra status --json, every few seconds at most",
+        )
+    if of_tinker:
+        raise InputError(
+            f"{run_dir} is of libra tinker, which --watch does not show",
+            hint=f"libra status {run_dir}",
+        )
 
 
 def _watch(run_dir: Path | None) -> None:

@@ -16,6 +16,7 @@ from libra_cli.runtime.hosts.ssh import SshTransport
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.nearby_runs import command_for_another
 from libra_cli.runtime.store.run_directory import keep_recipe
+from libra_cli.runtime.tinker.address import ServiceAddress
 from tests.sample_run import write, write_whole
 
 RECIPE = "nodes: [{host: local, slots: 2}]\nmodel: {build: {}}\nenvironment: {name: calculator}\n"
@@ -27,6 +28,7 @@ def place(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in {"r.yaml": RECIPE, "verl.yaml": VERL, "a.yaml": "a: 1\n"}.items():
         Path(name).write_text(text)
+    ServiceAddress("http://127.0.0.1:9", "key").write(Path("weights"))
 
 
 def libra(typed: str) -> str:
@@ -44,6 +46,9 @@ def libra(typed: str) -> str:
         ("import verl.yaml --from trl", "names nothing that tells", "libra import verl.yaml"),
         ("import a.yaml --from trl", "names nothing that tells", "libra help migration"),
         ("import verl.yaml -o nodir/x.yaml", "nodir/x.yaml cannot be written", "mkdir -p nodir"),
+        ("export --best --step 2", "each choose the checkpoint", "libra export RUN_DIR --step 2"),
+        ("status --watch --json", "prints one object and ends", "libra status --json"),
+        ("status weights --watch", "weights is of libra tinker", "libra status weights"),
         ("tasks check nope", "nope is neither a directory of tasks", "libra tasks make nope"),
     ],
 )

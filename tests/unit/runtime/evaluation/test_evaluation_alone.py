@@ -103,6 +103,8 @@ def test_a_model_is_a_directory_and_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="no directory"):
         model_of(tmp_path / "none", None)
     assert model_of(tmp_path, None) == tmp_path
+    with pytest.raises(InputError, match="--step chooses among the models of a run"):
+        model_of(tmp_path, 40)
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(StateError, match="adapter"):
         model_of(tmp_path, None)
