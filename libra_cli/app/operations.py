@@ -14,6 +14,7 @@ from libra_cli.config.text import one_line
 from libra_cli.runtime.hosts.cluster import host_of
 from libra_cli.runtime.hosts.upload import last_line
 from libra_cli.runtime.recipes.loader import load_recipe
+from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import recipe_of
 
 ANSWER_S = {"ps": 120.0, "gc": 3600.0}
@@ -54,7 +55,9 @@ def targets(target: Path | None, hosts: Sequence[str]) -> Targets:
             hint="libra ps RECIPE, or libra gc RECIPE --dry-run",
         )
     if target is not None and target.is_dir():
-        return Targets((*recipe_of(target).nodes, *nodes), target.resolve().name)
+        with Reader(target) as reader:  # the directory may have been given another name
+            run_id = reader.run().id
+        return Targets((*recipe_of(target).nodes, *nodes), run_id)
     if target is not None:
         nodes = [*load_recipe(target, plays=False).nodes, *nodes]
     return Targets(tuple(nodes))

@@ -17,6 +17,7 @@ from libra_cli.config.errors import RecipeError
 from libra_cli.node.inventory import owned as inventory
 from libra_cli.node.inventory.owned import owned, parse_memory
 from libra_cli.report.terminal.operations import owned_view
+from tests import sample_run
 
 
 def test_processes_of_any_run_are_listed_with_their_lease(tmp_path, monkeypatch) -> None:
@@ -110,3 +111,8 @@ def test_hosts_must_be_named() -> None:
     with pytest.raises(RecipeError, match="whose hosts"):
         targets(None, [])
     assert [node.host for node in targets(None, ["a", "b"]).nodes] == ["a", "b"]
+
+
+def test_a_run_is_known_by_its_id_whatever_its_directory_is_called(tmp_path) -> None:
+    run_dir = sample_run.write_whole(tmp_path / "renamed")
+    assert targets(run_dir, []).run == sample_run.run_record().id
