@@ -16,6 +16,7 @@ from libra_cli.report.model_card import model_card
 from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.cluster import host_of
 from libra_cli.runtime.hosts.host import Host
+from libra_cli.runtime.result_files import make_empty
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run, recipe_of
 from libra_cli.runtime.trainer.checkpoints import (
@@ -50,6 +51,7 @@ def export(run_dir: Path | None, order: ExportOrder, note: Callable[[str], None]
     Raises:
         InputError: the order names a step and the best at once.
         WrongRun: no such run, or no such checkpoint; the message names those there are.
+        InputError: ``to`` is no place for it.
         LibraError: a host that is needed does not answer, or the model cannot be made.
     """
     if order.best and order.step is not None:
@@ -61,8 +63,6 @@ def export(run_dir: Path | None, order: ExportOrder, note: Callable[[str], None]
 
 
 async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]) -> ExportRecord:
-    if order.to is not None and order.to.exists() and any(order.to.iterdir()):
-        raise WrongRun(f"{order.to} is not empty", hint="name a directory that is not there yet")
     recipe = recipe_of(run_dir)
     if order.merge and recipe.training.lora is None:
         raise WrongRun(
@@ -72,6 +72,8 @@ async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]
     with Reader(run_dir) as reader:
         run_id, addresses = reader.run().id, _addresses(reader, recipe.nodes)
         evaluations = reader.evaluations()
+    if order.to is not None:
+        make_empty(order.to, hint=f"libra export {run_dir} --to my-model")
     hosts = await _reach(recipe, run_id, note)
     try:
         there = await find_checkpoints({node: host for node, (host, _) in hosts.items()})

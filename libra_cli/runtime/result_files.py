@@ -25,6 +25,26 @@ def check_place(path: Path, *, hint: str) -> None:
         raise InputError(f"{path} cannot be written: there is no right to", hint=hint)
 
 
+def make_empty(directory: Path, *, hint: str) -> None:
+    """Make a directory that files are to be copied into, unless it is there and empty.
+
+    Raises:
+        InputError: it cannot be made or written, or something lies in it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        taken = any(directory.iterdir())
+    except FileExistsError as error:
+        raise InputError(f"{directory} is a file, and a directory is made", hint=hint) from error
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}"
+        raise InputError(f"{directory} cannot be written: {reason}", hint=hint) from error
+    if taken:
+        raise InputError(f"{directory} is not empty", hint=hint)
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise InputError(f"{directory} cannot be written: there is no right to", hint=hint)
+
+
 def write_result(path: Path, text: str) -> None:
     """Write a file.
 

@@ -1,4 +1,4 @@
-"""Which checkpoint ``libra export --best`` takes."""
+"""``libra export`` without a host: where its model may go."""
 
 from __future__ import annotations
 
@@ -7,43 +7,62 @@ from typing import Any
 
 import pytest
 
-from libra_cli.app import export as module
+from libra_cli.app import export as command
 from libra_cli.app.export import ExportOrder
+from libra_cli.config.errors import InputError
 from libra_cli.core.records import ExportRecord
+from libra_cli.runtime.store.run_directory import keep_recipe
 from libra_cli.runtime.trainer.checkpoints import FoundCheckpoint
-from tests.sample_run import write_whole
+from tests import sample_run, world
+
+MODEL = "/work/export/step-10"
 
 
-class Made:
+class Makes:
     """Takes the place of ``ModelExports``."""
 
+    def __init__(self, *_: object) -> None:
+        pass
+
     async def make(self, checkpoint: FoundCheckpoint, *, merge: bool) -> ExportRecord:
-        return ExportRecord(checkpoint.step, "n", checkpoint.name, 0.0, 1, 1.0, checkpoint.score)
+        return ExportRecord(checkpoint.step, "local", MODEL, 1.0, 1, 1.0, checkpoint.score)
 
 
-@pytest.mark.parametrize(
-    ("scores", "step", "told"),
-    [
-        ((0.9, 0.5), 1, []),
-        ((None, None), 2, ["no checkpoint has a score: step 2, the last, stands for the best"]),
-    ],
-)
-def test_the_last_stands_for_the_best_where_none_has_a_score_and_says_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    scores: tuple[float | None, ...],
-    step: int,
-    told: list[str],
-) -> None:
-    async def reach(*given: Any) -> dict[str, Any]:
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was asked of hosts, which have one checkpoint."""
+
+    async def reach(*_: object) -> dict[str, Any]:
+        hosts.append("reached")
         return {}
 
-    async def found(hosts: object) -> list[FoundCheckpoint]:
-        return [FoundCheckpoint(f"step-{n}", n, one, ("n",)) for n, one in enumerate(scores, 1)]
+    async def found(_: object) -> list[FoundCheckpoint]:
+        return [FoundCheckpoint("step-10", 10, None, ("local",))]
 
-    monkeypatch.setattr(module, "_reach", reach)
-    monkeypatch.setattr(module, "find_checkpoints", found)
-    monkeypatch.setattr(module, "ModelExports", lambda *given: Made())
-    noted: list[str] = []
-    made = module.export(write_whole(tmp_path / "run"), ExportOrder(best=True), noted.append)
-    assert (made.step, noted) == (step, told)
+    hosts: list[str] = []
+    monkeypatch.setattr(command, "_reach", reach)
+    monkeypatch.setattr(command, "find_checkpoints", found)
+    monkeypatch.setattr(command, "ModelExports", Makes)
+    return hosts
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """The directory of a run that was killed."""
+    made = sample_run.write(tmp_path / "run")
+    keep_recipe(world.recipe(), made)
+    return made
+
+
+@pytest.mark.parametrize("place", ["file", "file/model", "full"])
+def test_a_place_that_takes_no_model_is_refused_before_a_host_is_asked(
+    asked, run_dir: Path, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/config.json").touch()
+    with pytest.raises(InputError) as told:
+        command.export(run_dir, ExportOrder(to=tmp_path / place), print)
+    assert str(told.value).startswith(str(tmp_path / place))
+    assert told.value.hint == f"libra export {run_dir} --to my-model"
+    assert not asked
