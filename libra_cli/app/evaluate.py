@@ -21,8 +21,7 @@ from libra_cli.runtime.hosts.owned_directory import OwnedDirectory
 from libra_cli.runtime.interrupts import CLEARING, Interrupts
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.result_files import check_place, write_result
-from libra_cli.runtime.store.reader import Reader
-from libra_cli.runtime.store.schema import DATABASE
+from libra_cli.runtime.store.reader import Reader, has_run
 from libra_cli.runtime.supervision.quotations import masked_errors
 from libra_cli.runtime.trajectory_source import check_source
 
@@ -92,7 +91,7 @@ def model_of(target: Path, step: int | None) -> Path:
         WrongRun: there is none, or it is an adapter.
         InputError: a step is named, and the directory is no run's.
     """
-    if not (target / DATABASE).is_file():
+    if not has_run(target):
         model = target.expanduser().absolute()
         if not model.is_dir():
             raise WrongRun(f"{target} is no directory", hint="libra export RUN_DIR makes a model")

@@ -17,10 +17,12 @@ under SQLite's locks; what a writer that died in a transaction has left half don
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import sqlite3
+import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -93,6 +95,24 @@ _STEP = "coalesce(late.step, g.step)"
 """The step that trained a member of group ``g``, joined with ``late``."""
 
 
+def has_run(run_dir: Path) -> bool:
+    """Whether a run has written into a directory.
+
+    Raises:
+        WrongRun: nobody but its owner may look into it.
+    """
+    path = run_dir / DATABASE
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except PermissionError as error:
+        raise WrongRun(
+            f"{run_dir} cannot be looked into: {error.strerror}",
+            hint=f"ask its owner, or copy it: ls -ld {run_dir}",
+        ) from error
+    except OSError:
+        return False
+
+
 class Reader:
     """A snapshot of one run. WrongRun, with a hint, if there is none or a newer libra wrote it.
 
@@ -103,7 +123,7 @@ class Reader:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         path = run_dir / DATABASE
-        if not path.is_file():
+        if not has_run(run_dir):
             raise WrongRun(
                 f"{run_dir} is not a run directory: it has no {DATABASE}",
                 hint=command_for_another(run_dir),
@@ -115,8 +135,9 @@ class Reader:
                 self._connection.execute("BEGIN")
                 self.meta = check_format(self._connection, path)
                 show(self._connection)
-            except sqlite3.Error as error:
-                raise StateError(f"cannot read {path}: {error}") from error
+            except (sqlite3.Error, OSError) as error:
+                hint = _hint_of(error, path)
+                raise StateError(f"cannot read {path}: {error}", hint=hint) from error
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Reader:
@@ -474,7 +495,21 @@ def _value(column: Column, value: Any) -> Any:
     return value
 
 
+def _hint_of(error: BaseException, path: Path) -> str:
+    """What to type next, by what the system says of a file that cannot be read."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"free some space: df -h {tempfile.gettempdir()}"
+    return f"see who may read it: ls -l {path.parent}"
+
+
 def _connect(path: Path, stack: ExitStack) -> sqlite3.Connection:
+    try:
+        return _opened(path, stack)
+    except FileNotFoundError:  # its controller ended just now, and took -wal with it
+        return _opened(path, stack)
+
+
+def _opened(path: Path, stack: ExitStack) -> sqlite3.Connection:
     wal, shm = (path.with_name(path.name + suffix) for suffix in ("-wal", "-shm"))
     options = "mode=ro"
     if not wal.exists():

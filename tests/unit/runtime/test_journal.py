@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.config.errors import StateError
+from libra_cli.config.errors import StateError, WrongRun
 from libra_cli.core import records as r
 from libra_cli.runtime.store import database as database_module
 from libra_cli.runtime.store import journal as journal_module
@@ -273,6 +274,56 @@ def test_what_is_no_run_is_refused_with_the_next_thing_to_type(tmp_path: Path) -
     with pytest.raises(StateError, match="not a run directory") as caught:
         Reader(tmp_path)
     assert "libra status" in caught.value.hint
+
+
+def test_a_run_of_somebody_else_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stat(path: Path, **options: bool) -> os.stat_result:
+        if path.name == DATABASE:  # whoever is root may look anywhere
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return os.stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(WrongRun, match="cannot be looked into: Permission denied") as caught:
+        Reader(tmp_path)
+    assert f"ls -ld {tmp_path}" in caught.value.hint
+
+
+@pytest.fixture
+def left_log(tmp_path: Path) -> Path:
+    """A run whose -shm is not there, so that it is read from a copy; the path of its -wal."""
+    with Journal(tmp_path) as journal:
+        journal.save(sample_run.run_record(step=7))
+    log = tmp_path / f"{DATABASE}-wal"
+    log.touch()
+    return log
+
+
+def test_a_run_that_there_is_no_room_to_copy_is_refused_with_the_reason(
+    left_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shutil, "copy", copy)
+    with pytest.raises(StateError, match="No space left") as caught:
+        Reader(left_log.parent)
+    assert "df -h" in caught.value.hint
+
+
+def test_a_run_that_ends_while_it_is_copied_is_read(
+    left_log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(source: Path, target: Path) -> object:
+        if source == left_log:
+            source.unlink()
+        return whole(source, target)
+
+    whole = shutil.copy
+    monkeypatch.setattr(shutil, "copy", copy)
+    with Reader(left_log.parent) as reader:
+        assert reader.run().step == 7
 
 
 def test_a_file_that_is_no_run_database_is_refused(tmp_path: Path) -> None:
