@@ -112,8 +112,9 @@ def model_of(target: Path, step: int | None) -> Path:
     return _whole(Path(max(made, key=_worth).path))
 
 
-def _worth(made: ExportRecord) -> tuple[float, int]:
-    return (float("-inf") if made.score is None else made.score, made.step)
+def _worth(made: ExportRecord) -> tuple[float, int, float]:
+    """Rank a model by score and step, and of an adapter and what it was merged into by its time."""
+    return (float("-inf") if made.score is None else made.score, made.step, made.at)
 
 
 def _whole(model: Path) -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from libra_cli.config.errors import HostError, InputError, LibraError, WrongRun
+from libra_cli.config.errors import HostError, InputError, LibraError, StateError, WrongRun
 from libra_cli.config.recipe import NodeSpec, Recipe
 from libra_cli.core.launch.process import PeerAddress
 from libra_cli.core.records import ExportRecord
@@ -17,6 +17,8 @@ from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.hosts.cluster import host_of
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.result_files import make_empty
+from libra_cli.runtime.store.controller_process import controller_alive
+from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import newest_run, recipe_of
 from libra_cli.runtime.trainer.checkpoints import (
@@ -48,10 +50,12 @@ def card_of(run_dir: Path, step: int) -> Mapping[str, Any]:
 def export(run_dir: Path | None, order: ExportOrder, note: Callable[[str], None]) -> ExportRecord:
     """``libra export``: make the model on a host that trained it; with ``to``, copy it here.
 
+    The run directory lists it afterwards, unless the run goes on or nothing can be written there,
+    which is told.
+
     Raises:
-        InputError: the order names a step and the best at once.
+        InputError: the order names a step and the best at once, or ``to`` is no place for it.
         WrongRun: no such run, or no such checkpoint; the message names those there are.
-        InputError: ``to`` is no place for it.
         LibraError: a host that is needed does not answer, or the model cannot be made.
     """
     if order.best and order.step is not None:
@@ -85,12 +89,28 @@ async def _export(run_dir: Path, order: ExportOrder, note: Callable[[str], None]
             hosts, addresses, lambda step: card_of(run_dir, step), RunSecrets.new()
         )
         made = await exports.make(chosen, merge=order.merge)
+        await asyncio.to_thread(_list, run_dir, made, order.to, note)
         if order.to is not None:
             note(f"copying {made.bytes / 1e9:.2f} GB from {made.node}")
             await fetch_model(hosts[made.node][0], made.path, order.to)
         return made
     finally:
         await asyncio.gather(*(host.transport.close() for host, _ in hosts.values()))
+
+
+def _list(run_dir: Path, made: ExportRecord, to: Path | None, note: Callable[[str], None]) -> None:
+    """Write down in the run directory that a model was made; a note says why it cannot be."""
+    try:
+        with Reader(run_dir) as reader:
+            if controller_alive(reader):
+                raise StateError("its controller alone writes there while the run goes on")
+        with Journal(run_dir) as journal:
+            journal.save(made)
+    except StateError as error:
+        note(
+            f"{run_dir} does not list this model: {error}; libra eval takes the directory: "
+            f"libra eval {to or made.path} RECIPE"
+        )
 
 
 def _addresses(reader: Reader, nodes: Sequence[NodeSpec]) -> dict[str, PeerAddress]:

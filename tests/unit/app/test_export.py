@@ -1,4 +1,4 @@
-"""``libra export`` without a host: where its model may go."""
+"""``libra export`` without a host: what a run directory says of its model, and where it may go."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from libra_cli.app import export as command
+from libra_cli.app.evaluate import model_of
 from libra_cli.app.export import ExportOrder
-from libra_cli.config.errors import InputError
+from libra_cli.config.errors import InputError, WrongRun
 from libra_cli.core.records import ExportRecord
+from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import keep_recipe
 from libra_cli.runtime.trainer.checkpoints import FoundCheckpoint
 from tests import sample_run, world
@@ -52,6 +55,32 @@ def run_dir(tmp_path: Path) -> Path:
     made = sample_run.write(tmp_path / "run")
     keep_recipe(world.recipe(), made)
     return made
+
+
+def without_models(run_dir: Path) -> bool:
+    with Reader(run_dir) as reader:
+        return not reader.exports()
+
+
+def test_what_was_made_of_a_killed_run_is_the_run_s_model(asked, run_dir: Path) -> None:
+    notes: list[str] = []
+    assert without_models(run_dir)
+    with pytest.raises(WrongRun, match="has made no model"):
+        model_of(run_dir, 10)
+    command.export(run_dir, ExportOrder(), notes.append)
+    assert model_of(run_dir, 10) == Path(MODEL)
+    assert not notes
+
+
+def test_while_a_run_goes_on_it_is_told_that_it_does_not_list_the_model(
+    asked, run_dir: Path
+) -> None:
+    notes: list[str] = []
+    with Journal(run_dir):
+        command.export(run_dir, ExportOrder(), notes.append)
+    assert without_models(run_dir)
+    (note,) = notes
+    assert note.endswith(f"libra eval {MODEL} RECIPE")
 
 
 @pytest.mark.parametrize("place", ["file", "file/model", "full"])

@@ -22,11 +22,12 @@ from libra_cli.config.errors import (
 )
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import TurnGenerated
-from libra_cli.core.records import EvaluationRecord
+from libra_cli.core.records import EvaluationRecord, ExportRecord
 from libra_cli.core.types import STARTED_WITH, TrajectoryId, VersionSpan
 from libra_cli.runtime.episodes.player import TurnResult
 from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
 from libra_cli.runtime.interrupts import CLEARING, STOPPING
+from libra_cli.runtime.store.journal import Journal
 from tests.unit.runtime.test_interrupts import interrupted
 from tests.world import recipe
 
@@ -108,6 +109,16 @@ def test_a_model_is_a_directory_and_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").touch()
     with pytest.raises(StateError, match="adapter"):
         model_of(tmp_path, None)
+
+
+def test_of_an_adapter_and_what_it_was_merged_into_the_newer_is_the_run_s(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with Journal(run_dir) as journal:
+        for at, name in ((1.0, "step-4"), (2.0, "step-4-merged"), (3.0, "step-2")):
+            score = 0.1 if name == "step-2" else 0.5
+            step = int(name.split("-")[1])
+            journal.save(ExportRecord(step, "n", f"/models/{name}", at, 1, 1.0, score))
+    assert model_of(run_dir, None) == Path("/models/step-4-merged")
 
 
 @pytest.fixture
