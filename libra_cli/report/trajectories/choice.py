@@ -107,10 +107,12 @@ def find(reader: Reader, name: str) -> PlayedTrajectory:
             f"trajectory {name} is still played; its tokens are written when it ends",
             hint=f"libra show {reader.run_dir} (those of the newest step)",
         )
-    trained = _steps_of(reader, rows)
-    late = {row.member: row.step for row in reader.rows(LateRecord, "group_id = ?", (group,))}
-    steps = {_key(row): late.get(row.member, trained.get(group)) for row in rows}
-    return next(one for one in _compared(rows, steps) if one.row == asked[-1])
+    row = asked[-1]
+    step = None
+    if row.attempt == max(one.attempt for one in rows if one.member == member):
+        late = reader.rows(LateRecord, "group_id = ? AND member = ?", (group, member))
+        step = late[0].step if late else _steps_of(reader, rows).get(group)
+    return PlayedTrajectory(row, step, _over_group(row, _means(_last_finished(rows))))
 
 
 def have_one_reward(played: Sequence[PlayedTrajectory]) -> bool:
@@ -145,18 +147,36 @@ def _steps_of(reader: Reader, rows: Sequence[TrajectoryRecord]) -> dict[int, int
 def _compared(
     rows: Sequence[TrajectoryRecord], steps: Mapping[TrajectoryId, int | None]
 ) -> list[PlayedTrajectory]:
-    """Compare each with its group's mean; of several attempts the last that finished counts."""
-    last = {(row.group_id, row.member): row for row in rows if row.state == "finished"}
+    """Compare those that have finished with their group's mean, of several attempts the last."""
+    last = _last_finished(rows)
+    means = _means(last)
+    return [
+        PlayedTrajectory(row, steps.get(_key(row)), _over_group(row, means))
+        for row in rows
+        if last[row.group_id, row.member] is row
+    ]
+
+
+def _last_finished(
+    rows: Sequence[TrajectoryRecord],
+) -> dict[tuple[int, int], TrajectoryRecord]:
+    """Return the last attempt that has finished, by group and member.
+
+    A group that grew too old is played again under its number, so several can have.
+    """
+    attempts = sorted(rows, key=lambda row: row.attempt)
+    return {(row.group_id, row.member): row for row in attempts if row.state == "finished"}
+
+
+def _means(last: Mapping[tuple[int, int], TrajectoryRecord]) -> dict[int, float]:
+    """Return the mean reward of each group whose members these are."""
     rewards: dict[int, list[float]] = {}
     for row in last.values():
         rewards.setdefault(row.group_id, []).append(row.reward or 0.0)
-    means = {group: fmean(values) for group, values in rewards.items()}
-    return [
-        PlayedTrajectory(
-            row,
-            steps.get(_key(row)),
-            (row.reward or 0.0) - means.get(row.group_id, row.reward or 0.0),
-        )
-        for row in rows
-        if last.get((row.group_id, row.member), row) == row or row.state != "finished"
-    ]
+    return {group: fmean(values) for group, values in rewards.items()}
+
+
+def _over_group(row: TrajectoryRecord, means: Mapping[int, float]) -> float:
+    """Return the reward less the group's mean; 0 where the group has none."""
+    reward = row.reward or 0.0
+    return reward - means.get(row.group_id, reward)

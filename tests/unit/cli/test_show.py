@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from libra_cli.cli.main import app
 from libra_cli.node.model.tokenizer import build_tokenizer, encode
-from libra_cli.report.trajectories.choice import step_to_show, trained_in
+from libra_cli.report.trajectories.choice import find, step_to_show, trained_in
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import RECIPE
 from libra_cli.runtime.store.schema import DATABASE
 from libra_cli.runtime.store.token_file import TOKENS
 from tests.played import trajectory, write_played
-from tests.sample_run import run_record
+from tests.sample_run import START, run_record
 
 OLD = Path(__file__).parents[2] / "fixtures/0.1.0"
 
@@ -183,6 +183,19 @@ def test_a_trajectory_that_no_step_has_trained_has_no_ratio(tmp_path: Path) -> N
         journal.save(trajectory(9002, 0))
     shown = " ".join(libra(str(made), "9002.0", "--color", "ratio").split())
     assert "no step has trained trajectory 9002.0.0" in shown
+
+
+def test_an_attempt_that_was_too_old_is_shown_and_was_trained_by_no_step(tmp_path: Path) -> None:
+    made = write_played(tmp_path / "run")
+    with Journal(made) as journal:  # its group is played again under the same number
+        journal.save(trajectory(9000, 1, attempt=1, reward=3.0, ended_at=START + 2))
+    with Reader(made) as reader:
+        first, again = find(reader, "9000.1.0"), find(reader, "9000.1")
+        assert [one.id for one in trained_in(reader, 41)][:2] == [(9000, 0, 0), (9000, 1, 1)]
+        assert (9000, 1, 0) not in [one.id for one in trained_in(reader, None)]
+    assert (first.step, first.reward, first.over_group) == (None, 1.0, -0.5)
+    assert (again.step, again.reward, again.over_group) == (41, 3.0, 1.5)
+    assert "finished, not trained" in libra(str(made), "9000.1.0")
 
 
 def test_the_newest_run_is_shown_where_none_is_named(run_dir: Path, monkeypatch) -> None:
