@@ -76,6 +76,19 @@ def lengths(prompt: float, generated: float, told: str) -> Made:
     yield Setting("model.max_len", most, told)
 
 
+def packed_rows(key: str, longest: str) -> LeftOut:
+    """Say that rows are blocks of several conversations each, whose number is not known.
+
+    ``key`` is theirs that says so or counts them, and ``longest`` that of the tokens of a block.
+    """
+    return LeftOut(
+        key,
+        Why.BRING,
+        f"rows are packed blocks of {longest} tokens, and libra counts conversations: set "
+        f"training.groups_per_step to rows x {longest} / mean tokens of a conversation",
+    )
+
+
 def warmup(given: Given, steps_key: str, ratio_key: str, steps: int | None, updates: int) -> Made:
     """Yield the steps over which the learning rate rises; ``steps`` are those of the run.
 

@@ -19,6 +19,7 @@ from libra_cli.config.other_names.common import (
     hosts,
     lengths,
     model_path,
+    packed_rows,
     run_name,
     stand_in,
 )
@@ -561,16 +562,19 @@ def _demonstrations(given: Given) -> Made:
 
 def _rows(given: Given) -> Made:
     rows = int(given.number("data.batch_size", 128))
-    yield Setting("training.groups_per_step", rows, given.told("data.batch_size"))
+    told = f"blocks, not conversations: {given.told('data.batch_size')}"
+    yield Setting("training.groups_per_step", rows, told)
+    yield packed_rows("data.batch_size", "seq_len")
     yield from lengths(given.number("data.seq_len", 128), 0, given.told("data.seq_len"))
 
 
 _SFT: tuple[KeyRule, ...] = (
     joint("data.name", "demonstrations training.loss", "a file of conversations", _demonstrations),
     joint(
-        "data.batch_size data.seq_len",
+        "data.batch_size data.seq_len data.pack_function",
         "training.groups_per_step model.max_len",
-        "conversations; tokens of the longest",
+        "rows, each a block of several conversations by either pack_function, which are to be "
+        "counted; tokens of a block",
         _rows,
     ),
     left(

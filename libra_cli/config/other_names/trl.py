@@ -27,6 +27,7 @@ from libra_cli.config.other_names.common import (
     lengths,
     model_path,
     monitors,
+    packed_rows,
     run_name,
     stand_in,
     warmup,
@@ -659,7 +660,11 @@ def _rows(given: Given) -> Made:
         * given.number("num_processes")
         * given.number("gradient_accumulation_steps")
     )
-    yield Setting("training.groups_per_step", int(rows), "conversations of an update")
+    packed = bool(given.get("packing"))
+    unit = "blocks, not conversations," if packed else "conversations"
+    yield Setting("training.groups_per_step", int(rows), f"{unit} of an update")
+    if packed:
+        yield packed_rows("packing", "max_length")
     longest = given.number("max_length", given.number("max_seq_length", 1024))
     yield from lengths(longest, 0, given.told("max_length"))
 
@@ -669,13 +674,14 @@ _SFT_RULES: tuple[KeyRule, ...] = (
         "dataset_name", "demonstrations training.loss", "a file of conversations", _demonstrations
     ),
     joint(
-        "per_device_train_batch_size gradient_accumulation_steps max_length max_seq_length",
+        "per_device_train_batch_size gradient_accumulation_steps max_length max_seq_length packing",
         "training.groups_per_step model.max_len",
-        "rows of one update, and the longest of them in tokens",
+        "rows of one update, and the longest of them in tokens; with packing a row is a block of "
+        "several conversations, which are to be counted",
         _rows,
     ),
     left(
-        "packing packing_strategy padding_free eval_packing pad_to_multiple_of eos_token pad_token "
+        "packing_strategy padding_free eval_packing pad_to_multiple_of eos_token pad_token "
         "shuffle_dataset group_by_length",
         Why.NOT_NEEDED,
         "rows are packed by tokens (training.micro_batch_tokens)",

@@ -203,6 +203,15 @@ def test_supervised_settings_make_demonstrations_to_be_brought(made):
     assert one.told.problems.endswith("demonstrations: there is no file Capybara.jsonl")
 
 
+@pytest.mark.parametrize("packing", [True, False, None])
+def test_packed_rows_of_trl_are_to_be_counted_as_conversations(made, packing: bool | None):
+    settings = {"max_length": 2048, "per_device_train_batch_size": 2, "packing": packing}
+    one = made("sft.yaml", {"dataset_name": "trl-lib/Capybara", **settings})
+    assert one["training.groups_per_step"] == 2
+    assert one.why.get("packing") is (Why.BRING if packing else None)
+    assert ("# To do: packing: rows are packed blocks" in one.told.text) is bool(packing)
+
+
 def test_a_script_is_read_and_not_run(made, tmp_path):
     script = f"""
 from trl import GRPOConfig, GRPOTrainer
@@ -600,6 +609,14 @@ def test_a_teacher_of_prime_rl(made):
     assert one["training.loss"] == "distill"
     assert one["teacher"] == {"url": "http://host:8001/v1", "model": "big"}
     assert one.told.problems == ""
+
+
+@pytest.mark.parametrize("packed", ["", 'pack_function = "stack"\n'])
+def test_rows_of_prime_rl_s_sft_are_packed_and_to_be_counted(made, packed: str):
+    one = made("sft.toml", f'[data]\nname = "a/b"\nbatch_size = 16\nseq_len = 4096\n{packed}')
+    assert (one["training.loss"], one["training.groups_per_step"]) == ("sft", 16)
+    assert one.why["data.batch_size"] is Why.BRING
+    assert "data.pack_function" not in one.why
 
 
 def test_the_files_of_the_parts_are_read_together(tmp_path):
