@@ -6,7 +6,8 @@ library only.
     what                                    is removed
     logs and settings of a dead run         when nothing in it was written for ``days``
     checkpoints of a dead run               by the same rule, all but the last whole one and what is
-                                            newer, and unfinished ones; with ``everything`` all
+                                            newer, and unfinished ones; with ``everything`` all.
+                                            What ``libra export`` reads beside that one stays too
     code in a work directory                unused for ``days``, and no process uses it
     code that was put aside as damaged      at once, unless a process uses it
 """
@@ -30,7 +31,9 @@ DAY_S = 86400.0
 CHECKPOINT = re.compile(r"step-(\d+).*")
 COMPLETE = "checkpoint.json"
 """What a checkpoint has only when it is whole."""
-KEPT = ("checkpoints", "agent.lock")
+KEPT = ("checkpoints", "agent.lock", "trainer.json")
+"""What stays beside a last whole checkpoint; ``libra export`` reads in ``trainer.json`` which base
+model it is of, and the number format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,16 @@ def test_every_node_s_part_of_the_last_checkpoint_stays_on_a_shared_disk(work) -
     assert left == {f"runs/r/{node}/checkpoints/step-000002-e0" for node in ("n1", "n2")}
 
 
+def test_what_a_model_is_made_by_stays_with_the_last_checkpoint(work) -> None:
+    node = run(work, "r", days=20, checkpoints=("step-000001-e0",))
+    for name in ("trainer.json", "server-0.json"):
+        (node / name).write_text("{}")
+    age(node, 20, spare="step-")
+    assert gone(work) == {"runs/r/n1/logs", "runs/r/n1/server-0.json"}
+    assert (node / "trainer.json").exists()
+    assert gone(work, everything=True) == {"runs/r"}
+
+
 def test_what_was_written_lately_stays_even_with_all(work) -> None:
     run(work, "r", days=1, checkpoints=("step-000001-e0",))
     assert gone(work) == gone(work, everything=True) == set()
