@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from libra_cli.config.errors import HostError
+from libra_cli.config.errors import HostError, InputError
 from libra_cli.runtime.hosts.transport import CommandResult, Transport
 
 CHUNK = 16 * 1024**2
@@ -35,16 +36,29 @@ class FileSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LocalFiles:
-    """A directory of the controller, as a source of files."""
+    """A directory of the controller, as a source of files.
+
+    InputError, with a hint, if a file cannot be read.
+    """
 
     directory: Path
 
     async def hashes(self) -> Mapping[str, str]:
-        return await asyncio.to_thread(_hashes, self.directory)
+        with self._refusals_told():
+            return await asyncio.to_thread(_hashes, self.directory)
 
     async def read(self, name: str, offset: int, size: int) -> bytes:
         """Read at most ``size`` bytes from ``offset`` on."""
-        return await asyncio.to_thread(_read, self.directory / name, offset, size)
+        with self._refusals_told():
+            return await asyncio.to_thread(_read, self.directory / name, offset, size)
+
+    @contextmanager
+    def _refusals_told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            told = f"{self.directory} cannot be read here: {error}"
+            raise InputError(told, hint=f"ls -l {self.directory}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +69,12 @@ class HostFiles:
     directory: str
 
     async def hashes(self) -> Mapping[str, str]:
-        """The SHA-256 of every file; none if there is no such directory."""
+        """The SHA-256 of every file; none if there is no such directory.
+
+        In a Hugging Face cache all files are links, which ``find -L`` follows.
+        """
         script = (
-            'cd "$1" 2>/dev/null || exit 0; find . -maxdepth 1 -type f ! -name ".*" '
+            'cd "$1" 2>/dev/null || exit 0; find -L . -maxdepth 1 -type f ! -name ".*" '
             '! -name "*.part" -print0 | xargs -0 -r -P 4 -n 1 sha256sum --'
         )
         done = await shell(self.transport, script, self.directory, timeout_s=HASH_S)

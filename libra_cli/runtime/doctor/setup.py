@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -194,5 +195,8 @@ class Setup:
 
 
 def _model_here(path: str) -> Path | None:
+    """The model's directory on the controller; None if it is not there, or nobody may look."""
     here = Path(path).expanduser()
-    return here if (here / "config.json").is_file() else None
+    with suppress(PermissionError):
+        return here if (here / "config.json").is_file() else None
+    return None
