@@ -167,7 +167,8 @@ class HostEnvironment:
         # A requirement that applies nowhere takes the place of one that should not be there.
         never = "".join(f"{name} ; python_version < '3'\n" for name in UNWANTED)
         text = "" if self._node.gpus else never
-        await shell(self._transport, 'cat > "$1"', overrides, stdin=text.encode())
+        script = 'umask 077 && mkdir -p "$2" && cat > "$1"'
+        await shell(self._transport, script, overrides, self._workdir, stdin=text.encode())
         argv = [uv, "pip", "install", "--quiet", "--python", self.python, "--overrides", overrides]
         await self._run([*argv, *source, *packages.requirements])
 

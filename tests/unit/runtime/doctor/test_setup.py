@@ -1,4 +1,4 @@
-"""``libra setup`` without SSH: what it reads here and on a host."""
+"""``libra setup`` without SSH: what it reads here and on a host, and what it writes there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from libra_cli.config.errors import InputError
+from libra_cli.config.recipe import NodeSpec
 from libra_cli.runtime.doctor import setup as module
+from libra_cli.runtime.doctor.environment import HostEnvironment, Packages
 from libra_cli.runtime.doctor.remote_files import HostFiles, LocalFiles
 from libra_cli.runtime.hosts.local import LocalTransport
 
@@ -39,3 +41,10 @@ def test_a_model_that_nobody_may_look_at_here_is_sought_on_hosts(
 
     monkeypatch.setattr(Path, "is_file", refused)  # whoever is root may look anywhere
     assert module._model_here(str(tmp_path)) is None
+
+
+def test_a_work_directory_that_is_not_there_is_made_for_what_packages_need(tmp_path: Path) -> None:
+    node = NodeSpec(host="gpu-1", workdir=str(tmp_path / "scratch/libra"))
+    environment = HostEnvironment(node, LocalTransport())
+    asyncio.run(environment._install("true", Packages(()), ()))
+    assert (tmp_path / "scratch/libra/overrides.txt").is_file()
