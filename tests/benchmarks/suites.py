@@ -60,7 +60,7 @@ def measure(suite: Suite, say: Say) -> Result:
     out = Path(tempfile.mkdtemp(prefix="libra-benchmark-"))
     program, *words = shlex.split(suite.command.format(out=out))
     log, errors = out / "stdout.log", out / "stderr.log"
-    command = [Path(sys.executable).with_name(program), *words]
+    command = [str(Path(sys.executable).with_name(program)), *words]
     try:
         status = run_watched(command, cwd=CHECKOUT, log=log, errors=errors, say=say)
     except TimeoutError as error:

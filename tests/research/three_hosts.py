@@ -24,6 +24,7 @@ from tests.gallery.facts import Curve, Timeline, curve_of
 from tests.gallery.fault import Killer, timeline_of
 from tests.gallery.picture import slots
 from tests.live import CHECKOUT
+from tests.made_page import say
 
 STEPS = 60
 REBOOT_AFTER = STEPS // 2
@@ -61,7 +62,7 @@ def played(directory: Path) -> tuple[Curve, Timeline]:
         if status:
             raise SystemExit(f"libra run ended with {status}: tail {run.log}")
         loaded = load_run(run.run_dir)
-        killed = Killer(directory, sys.stdout.write, f"{c.hosts[REBOOTED].address}/0", at)
+        killed = Killer(directory, say, f"{c.hosts[REBOOTED].address}/0", at)
         told = timeline_of(loaded, killed).model_dump_json()
         for host, name in zip(c.hosts, NAMES, strict=True):
             told = told.replace(f'"{host.address}/', f'"{name}/')

@@ -187,6 +187,7 @@ def test_one_that_fails_is_told_and_what_is_fresh_is_left(
 
     monkeypatch.setattr(command, "measure", invented)
     monkeypatch.setattr(made_page, "commit", lambda: "abc")
+    monkeypatch.setattr(made_page, "SETTLE_S", 0.0)
     monkeypatch.setattr(command, "machine", lambda: MACHINE)
     monkeypatch.setattr(MadePage, "draw", lambda self: None)
     monkeypatch.setattr(kept, "path_of", lambda suite, folder=None: tmp_path / f"{suite}.json")

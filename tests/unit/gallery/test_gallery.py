@@ -154,6 +154,7 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(command, "WORK", tmp_path / "work")
     monkeypatch.setattr(command, "CHECKOUT", tmp_path)
     monkeypatch.setattr(made_page, "commit", lambda: "abc")
+    monkeypatch.setattr(made_page, "SETTLE_S", 0.0)
     monkeypatch.setattr(MadePage, "draw", lambda self: None)
     monkeypatch.setattr(kept, "path_of", lambda name, folder=None: tmp_path / f"{name}.json")
     return tmp_path
