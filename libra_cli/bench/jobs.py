@@ -332,7 +332,7 @@ def _row(job: Job, world: World) -> ResultRow:
         p50_s=took[len(took) // 2],
         p99_s=took[int(0.99 * (len(took) - 1))],
         idle_rollout=1.0 - world.busy_gpu_s() / served,
-        idle_train=1.0 - sum(end - start for start, end in tape.trained) / tape.ended_at,
+        idle_train=tape.idle_train,
         moves=_migrations(world) if job.layout is None else moved,
         reprefilled_tokens=sum(engine.reprefilled_tokens for engine in engines),
         bound_s=_bound_s(job, world),

@@ -111,7 +111,7 @@ def _row(job: Job) -> RuleRow:
         over_bound=sum(metrics["tokens_over_bound"] or 0 for _, metrics in steps) / tokens,
         age_mean=sum(n * (metrics["token_staleness_mean"] or 0) for n, metrics in steps) / tokens,
         age_max=int(max(metrics["token_staleness_max"] or 0 for _, metrics in steps)),
-        waited=1.0 - sum(end - start for start, end in tape.trained) / tape.ended_at,
+        waited=tape.idle_train,
         closed=fmean((metrics["groups_closed"] or 0) for _, metrics in steps) / job.groups_per_step,
         longest_trained=lengths.share(lengths.trained),
         longest_later=lengths.share(lengths.later),

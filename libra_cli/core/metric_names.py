@@ -57,8 +57,9 @@ batch/generated_tokens | generated_tokens | tokens | generated tokens of the bat
 batch/context_tokens | context_tokens | tokens | all tokens of the batch, prompts and tools too
 perf/tokens_per_s | tokens_per_s | tokens/s | generated tokens of the batch over the step's time
 time/step | | s | from the end of the step before, or when the trainer was free, to its end
-time/wait_for_batch | waited_s | s | that the trainer stood idle before the step
+time/wait_for_batch | waited_s | s | that the trainer waited, before the step and between its parts
 time/batch_held | held_s | s | of that, with a full batch, for groups about to be too old
+time/between_parts | between_parts_s | s | of time/wait_for_batch, between parts of a streamed step
 time/train | trainer_s | s | that the trainer computed
 time/ended_at | ended_at | s | since the epoch
         """,

@@ -371,7 +371,7 @@ class StepRecord:
     started_at: float
     ended_at: float
     waited_s: float
-    """Seconds the trainer stood idle before this step."""
+    """Seconds the trainer stood idle before this step, and between its parts where it streams."""
     reward: float
     logprob_gap: float | None
     """Mean |rollout - trainer| log-probability over the tokens of this batch that were generated
@@ -402,6 +402,9 @@ class StepRecord:
     held_s: float = 0.0
     """Seconds of ``waited_s`` in which a full batch was ready, and the staleness rule waited for
     groups that this step is the last one for."""
+    between_parts_s: float = 0.0
+    """Seconds of ``waited_s`` that lie between ``started_at`` and ``ended_at``: those in which a
+    streamed step (``training.stream``) waited for its next part."""
 
     @property
     def metrics(self) -> dict[str, float | None]:
@@ -418,9 +421,20 @@ class StepRecord:
         return self.metrics.get("compile_s") or 0.0
 
     @property
+    def free_at(self) -> float:
+        """When the step before ended, or the trainer was free, in seconds since the epoch."""
+        return self.started_at - (self.waited_s - self.between_parts_s)
+
+    @property
+    def train_s(self) -> float:
+        """Seconds that the step was in the trainer, without the waits for parts of it."""
+        return self.ended_at - self.started_at - self.between_parts_s
+
+    @property
     def period_s(self) -> float:
-        """Seconds from the end of the step before, or when the trainer was free, to its end."""
-        return self.waited_s + self.ended_at - self.started_at
+        """Seconds from the end of the step before, or when the trainer was free, to its end:
+        ``waited_s`` and ``train_s``."""
+        return self.waited_s + self.ended_at - self.started_at - self.between_parts_s
 
 
 @dataclass(frozen=True, slots=True)

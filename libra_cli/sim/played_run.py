@@ -101,7 +101,7 @@ class Pace:
         ]
         return cls(
             tuple(after.ended_at - before.ended_at for before, after in pairs),
-            tuple(after.ended_at - after.started_at for _, after in pairs),
+            tuple(after.train_s for _, after in pairs),
             sum(after.waited_s for _, after in pairs),
             sum(after.generated_tokens for _, after in pairs),
         )

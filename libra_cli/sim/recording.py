@@ -27,7 +27,9 @@ class Recording:
     turns: list[TurnRecord] = field(default_factory=list)
     trajectories: list[TrajectoryRecord] = field(default_factory=list)
     slots: list[tuple[Seconds, SlotRecord]] = field(default_factory=list)
+    #: When each step began and ended; of a streamed one the last part, and all parts before it.
     trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
+    parts: list[tuple[Seconds, Seconds]] = field(default_factory=list)
     #: The newest row of every move of a slot, by number.
     moves: dict[int, MoveRecord] = field(default_factory=dict)
     #: The newest row of every plan, by number; when the planner looked, and after which step.
@@ -39,6 +41,12 @@ class Recording:
     late: dict[tuple[int, int], int | None] = field(default_factory=dict)
     dropped: set[tuple[int, int]] = field(default_factory=set)
     ended_at: Seconds = 0.0
+
+    @property
+    def idle_train(self) -> float:
+        """The share of the run in which the trainer had nothing to do."""
+        worked = (end - start for start, end in [*self.trained, *self.parts])
+        return 1.0 - sum(worked) / self.ended_at
 
     def keep(self, record: Record, now: Seconds) -> None:
         """Keep a record, if results are computed from records of its kind."""

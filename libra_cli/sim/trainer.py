@@ -94,8 +94,9 @@ class SimTrainer:
     decay: float = 0.0
     rank_slowdown: float = 0.0
     base: tuple[SlotId, ...] = ()
-    #: When each step began and ended.
+    #: When each step, or the last part of it, began and ended; when the parts before did.
     trained: list[tuple[Seconds, Seconds]] = field(default_factory=list)
+    parts: list[tuple[Seconds, Seconds]] = field(default_factory=list)
     #: When the workers have loaded the newest version.
     loaded_at: dict[SlotId, Seconds] = field(default_factory=dict)
     _step: _Step | None = None
@@ -135,7 +136,9 @@ class SimTrainer:
     def _accumulate(self, action: a.Accumulate) -> None:
         """A part of the next step's batch, on the base group."""
         done = e.Accumulated(action.incarnation, action.step, action.part)
-        self.later(done, self._seconds(action.samples, self.base))
+        took = self._seconds(action.samples, self.base)
+        self.parts.append((self.clock(), self.clock() + took))
+        self.later(done, took)
 
     def _train(self, action: a.Train) -> None:
         """Begin a step and schedule its end."""

@@ -129,6 +129,7 @@ class World:
             decay=scene.decay,
             rank_slowdown=scene.rank_slowdown,
             trained=self.recording.trained,
+            parts=self.recording.parts,
         )
         self._owners = self._owned(plans if planner is None else partial(answer, planner))
 
@@ -240,5 +241,6 @@ class World:
         ended = self.recording.ended_at
         spans += [(slot, state, start, ended) for slot, (state, start) in since.items()]
         spans = [span for span in spans if span[1] != "training"]
-        trained = [("trainer", "training", start, end) for start, end in self.recording.trained]
+        worked = [*self.recording.trained, *self.recording.parts]
+        trained = [("trainer", "training", start, end) for start, end in worked]
         return [span for span in [*spans, *trained] if span[3] > span[2]]

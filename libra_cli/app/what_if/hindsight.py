@@ -100,7 +100,7 @@ def _shared_steps(
     adopted = [row.at for row in plans]
     busy = busy_between(turns, [(step.started_at, step.ended_at) for step in steps])
     for step, beside_s in zip(steps, busy, strict=True):
-        seconds = step.ended_at - step.started_at - step.compile_s
+        seconds = step.train_s - step.compile_s
         if seconds <= 0:
             continue
         plan = plan_of_record(plans[max(0, bisect_right(adopted, step.started_at) - 1)])

@@ -31,6 +31,11 @@ class StepBook:
         #: When the next batch became full while the trainer was free.
         self._full_since: Seconds = inf
         self._began_at: Seconds = 0.0
+        #: Of the step under way: when the last of its parts so far ended, the seconds between its
+        #: parts, and those in which a full batch waited.
+        self._part_ended_at: Seconds = 0.0
+        self._between_s: Seconds = 0.0
+        self._held_s: Seconds = 0.0
         #: The longest that a step or a checkpoint took, and when the last checkpoint was asked for.
         self._slowest_s: Seconds = 0.0
         self._save_asked_at: Seconds = 0.0
@@ -56,7 +61,20 @@ class StepBook:
         self._full_since = min(self._full_since, now)
 
     def began(self, *, now: Seconds) -> None:
+        """Note that a step begins, on its whole batch or the first part of it."""
         self._began_at = now
+        self._between_s = 0.0
+        self._held_s = max(0.0, now - self._full_since)
+
+    def part_ended(self, *, now: Seconds) -> None:
+        """The trainer waits for the next part of the step from now on."""
+        self._part_ended_at = now
+        self._full_since = inf
+
+    def part_began(self, *, now: Seconds) -> None:
+        """Note that a part of the step begins that is not the first one."""
+        self._between_s += now - self._part_ended_at
+        self._held_s += max(0.0, now - self._full_since)
 
     def save_asked(self, *, now: Seconds) -> None:
         self._save_asked_at = now
@@ -81,8 +99,9 @@ class StepBook:
         times = StepPeriod(
             began=self._began_at,
             ended=now,
-            waited_s=self._began_at - self.free_since,
-            held_s=max(0.0, self._began_at - self._full_since),
+            waited_s=self._began_at - self.free_since + self._between_s,
+            between_s=self._between_s,
+            held_s=self._held_s,
         )
         played, bound = self._ledger.take_lengths(), self._ledger.rule.bound
         samples = batch.samples(batch.groups, held)

@@ -21,14 +21,18 @@ _WITH_A_PLACE = frozenset(
 """Metrics of the trainer that have a column of their own, or serve only to learn speeds."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPeriod:
-    """When a step's batch was claimed and the step done; for how long which half waited."""
+    """When a step's batch, or the first part of it, was claimed and the step done; for how long
+    which half waited.
+    """
 
     began: Seconds
     ended: Seconds
     waited_s: Seconds
-    """Seconds that the trainer waited for a batch."""
+    """Seconds that the trainer waited for a batch, or for parts of it."""
+    between_s: Seconds
+    """Seconds of ``waited_s`` after ``began``, between the parts of a streamed step."""
     held_s: Seconds
     """Seconds of ``waited_s`` in which a full batch waited for groups at their last call."""
 
@@ -49,12 +53,14 @@ def step_record(
     members = [sample.trajectory for sample in samples if sample.branch is None]
     lengths = sorted(member.generated for member in members)
     metrics = event.metrics
+    period_s = times.ended - times.began + times.waited_s - times.between_s
     return StepRecord(
         step=event.step,
         started_at=times.began,
         ended_at=times.ended,
         waited_s=times.waited_s,
         held_s=times.held_s,
+        between_parts_s=times.between_s,
         reward=fmean(member.reward or 0.0 for member in members),
         logprob_gap=metrics.get("logprob_gap"),
         logprob_gap_tokens=int(metrics.get("logprob_gap_tokens") or 0),
@@ -64,7 +70,7 @@ def step_record(
         p99_length=float(lengths[int(0.99 * (len(lengths) - 1))]),
         staleness_mean=fmean(staleness),
         staleness_max=max(staleness),
-        tokens_per_s=sum(lengths) / max(times.ended - times.began + times.waited_s, 1e-9),
+        tokens_per_s=sum(lengths) / max(period_s, 1e-9),
         trainer_s=metrics.get("trainer_s") or 0.0,
         checkpoint="",
         metrics_json=to_metrics_json(

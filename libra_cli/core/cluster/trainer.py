@@ -110,7 +110,7 @@ class TrainerGroup:
             case VersionPublished():
                 return self.version_published(event.published)
             case Accumulated():
-                return self.accumulated(event)
+                return self.accumulated(event, now=now)
             case CheckpointSaved() | CheckpointFailed():
                 return self._checkpoint_ended(event, now)
             case _:
@@ -307,7 +307,9 @@ class TrainerGroup:
         results, groups, whole = self.batch.claim(self.step + 1, now=now)
         if not groups:
             return results
-        if not self.streaming:
+        if self.streaming:
+            self._book.part_began(now=now)
+        else:
             self._book.began(now=now)
             self.life.worked(now=now)
         self.life.enter(TrainerState.BUSY)
@@ -337,10 +339,11 @@ class TrainerGroup:
         )
         return StepClaimed(train)
 
-    def accumulated(self, event: Accumulated) -> list[Result]:
+    def accumulated(self, event: Accumulated, *, now: Seconds) -> list[Result]:
         """Be ready for the next part, or for the step, after the part waited for."""
         awaited = self.state is TrainerState.BUSY and event.step == self.step + 1
         if awaited and self.batch.accumulated(event):
+            self._book.part_ended(now=now)
             self.life.enter(TrainerState.READY)
         return []
 

@@ -114,5 +114,5 @@ class TrainedSteps:
         """Take in an optimizer step, which counts if all slots were in place throughout."""
         if self._moving or row.started_at < self._since:
             return
-        seconds = max(row.ended_at - row.started_at - row.compile_s, 1e-9)
+        seconds = max(row.train_s - row.compile_s, 1e-9)
         self._steady.append(_SteadyStep(row.step, seconds, row.context_tokens, trained))

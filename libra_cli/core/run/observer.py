@@ -363,7 +363,7 @@ class RunObserver:
             return
         # The run's first groups reach their last call in one step: that wait does not recur.
         once_s = row.held_s if self._steps <= self._rule.overlap else 0.0
-        train_s = max(row.ended_at - row.started_at - row.compile_s, 1e-9)
+        train_s = max(row.train_s - row.compile_s, 1e-9)
         self._measured.append(
             MeasuredStep(
                 step_s=max(row.period_s - once_s - row.compile_s, 1e-9),

@@ -278,7 +278,7 @@ def _step_charts(steps: Sequence[StepRecord], tolerance: float | None) -> list[C
     speeds = [step.tokens_per_s for step in steps]
     stale = [step.staleness_mean for step in steps]
     oldest = [float(step.staleness_max) for step in steps]
-    works = [step.ended_at - step.started_at for step in steps]
+    works = [step.train_s for step in steps]
     waits, beside = _waits(steps, works)
     charts = [
         _wide(

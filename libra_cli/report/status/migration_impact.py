@@ -76,11 +76,7 @@ def _span(
     turns: Sequence[TurnRecord], steps: Sequence[StepRecord], since: float, until: float
 ) -> Span:
     tokens = sum(_tokens(turn, since, until) for turn in turns)
-    taken = [
-        step.ended_at - step.started_at
-        for step in steps
-        if step.started_at < until and step.ended_at > since
-    ]
+    taken = [step.train_s for step in steps if step.started_at < until and step.ended_at > since]
     step_s = sum(taken) / len(taken) if taken else None
     return Span(tokens / max(until - since, 1e-9), step_s)
 

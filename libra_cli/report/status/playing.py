@@ -40,7 +40,7 @@ class PlayingPart:
 def playing(reader: Reader, steps: Sequence[StepRecord], idle: IdlePart) -> PlayingPart:
     """Return the means; all are None where no trajectory was played, or an older libra wrote."""
     recent = steps[-RECENT:]
-    since = recent[0].started_at - recent[0].waited_s if recent else 0.0
+    since = recent[0].free_at if recent else 0.0
     time, full = reader.trajectory_time(since), _full(recent)
     if time is None:
         return PlayingPart(0, None, None, None, None, full, "")

@@ -175,7 +175,7 @@ def trajectories(reader: Reader, *, live: bool) -> TrajectoryCounts:
 def recent_samples(reader: Reader, steps: Sequence[StepRecord]) -> list[SampleRecord]:
     """The samples of the last steps; none before the first."""
     recent = steps[-RECENT:]
-    return reader.samples(recent[0].started_at - recent[0].waited_s) if recent else []
+    return reader.samples(recent[0].free_at) if recent else []
 
 
 def idle(

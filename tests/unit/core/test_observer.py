@@ -105,6 +105,17 @@ def test_the_step_that_all_first_groups_are_due_in_is_no_measure_of_rollout() ->
     assert measured == [(5.0, 1.0, 0.0), (10.0, 6.0, 5.0), (10.0, 6.0, 5.0)]
 
 
+def test_the_waits_of_a_streamed_step_are_waits_and_no_training() -> None:
+    observer = RunObserver(world.recipe(training={"groups_per_step": 8, "stream": True}))
+    observer.saw(record_of_plan(0, Plan((), ("a/0",)), 0.0, "start", None))
+    for step in range(1, 5):
+        row = sample_run.step_record(step, step * 10.0, started_at=step * 10.0 - 8)
+        observer.saw(replace(row, waited_s=7.0, between_parts_s=5.0))
+    measured = {(step.step_s, step.train_s, step.waited_s) for step in observer.measured}
+    assert measured == {(10.0, 3.0, 7.0)}
+    assert {step.seconds for step in observer.evidence.steps} == {3.0}
+
+
 def test_in_the_first_steps_those_under_way_count_as_long_as_they_will_be() -> None:
     recipe = world.recipe(**ROOM, training={"groups_per_step": 8, "max_staleness": 1})
     observer = RunObserver(recipe)

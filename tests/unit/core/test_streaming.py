@@ -56,7 +56,9 @@ def trainer(book: GroupLedger, *, stream: bool) -> TrainerGroup:
 def answer(training: TrainerGroup, actions: list[Result]) -> None:
     for action in actions:
         if isinstance(action, a.Accumulate):
-            training.accumulated(e.Accumulated(action.incarnation, action.step, action.part))
+            training.accumulated(
+                e.Accumulated(action.incarnation, action.step, action.part), now=1.0
+            )
 
 
 def groups_of(samples: tuple[a.TrainSample, ...]) -> list[int]:
@@ -116,15 +118,35 @@ def test_a_part_is_counted_once_however_often_it_is_told():
         end(book, group)
     (first,) = training.claim(now=1.0, target=9)
     assert isinstance(first, a.Accumulate)
-    training.accumulated(e.Accumulated(1, 1, first.part))
+    training.accumulated(e.Accumulated(1, 1, first.part), now=1.0)
     for group in opened[4:6]:
         end(book, group)
     (second,) = training.claim(now=1.0, target=9)
     assert isinstance(second, a.Accumulate)
-    training.accumulated(e.Accumulated(1, 1, first.part))  # late, or twice
+    training.accumulated(e.Accumulated(1, 1, first.part), now=1.0)  # late, or twice
     assert training.state is TrainerState.BUSY
-    training.accumulated(e.Accumulated(1, 1, second.part))
+    training.accumulated(e.Accumulated(1, 1, second.part), now=1.0)
     assert str(training.state) == "ready"
+
+
+def test_waiting_between_parts_is_no_training():
+    book = ledger()
+    opened = [book.open(version=0, now=0.0) for _ in range(GROUPS)]
+    training = trainer(book, stream=True)
+    for group in opened[:2]:
+        end(book, group)
+    (part,) = training.claim(now=10.0, target=9)
+    assert isinstance(part, a.Accumulate)
+    training.accumulated(e.Accumulated(1, 1, part.part), now=12.0)
+    for group in opened[2:]:
+        end(book, group)
+    training.claim(now=30.0, target=9)
+    training.done(e.StepDone(1, 1, None), now=35.0)
+    row = training.last
+    assert (row.started_at, row.ended_at) == (10.0, 35.0)
+    assert (row.waited_s, row.between_parts_s, row.held_s) == (10.0 + 18.0, 18.0, 0.0)
+    assert (row.train_s, row.period_s, row.free_at) == (2.0 + 5.0, 35.0, 0.0)
+    assert row.tokens_per_s == row.generated_tokens / 35.0
 
 
 def test_parts_of_a_trainer_that_dies_are_trained_by_the_next():

@@ -236,3 +236,12 @@ def test_a_step_tells_how_long_a_full_batch_waited_for_the_staleness_rule() -> N
 def test_no_full_batch_is_held_back_longer_than_training_waits() -> None:
     steps = run(here=sim_scene.scene(steps=8, max_staleness=1)).recording.steps
     assert all(0 <= step.held_s <= step.waited_s for step in steps)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_trainer_works_in_every_part_of_a_step(stream: bool) -> None:
+    tape = run(here=sim_scene.scene(steps=8, stream=stream)).recording
+    assert bool(tape.parts) is stream
+    assert len(tape.trained) == len(tape.steps)
+    worked = sum(step.train_s for step in tape.steps)
+    assert 1.0 - tape.idle_train == pytest.approx(worked / tape.ended_at)
