@@ -73,7 +73,7 @@ def trained_in(reader: Reader, step: int | None) -> list[PlayedTrajectory]:
         return _compared(rows, {})
     groups = "SELECT group_id FROM {} WHERE step = ?"
     where = f"group_id IN ({groups.format('groups')} UNION {groups.format('late')})"
-    rows = reader.rows(TrajectoryRecord, f"state = 'finished' AND {where}", (step, step))
+    rows = reader.rows(TrajectoryRecord, where, (step, step))
     late = reader.rows(LateRecord, where, (step, step))
     elsewhere = {(row.group_id, row.member): row.step for row in late}
     trained = _steps_of(reader, rows)
@@ -109,10 +109,11 @@ def find(reader: Reader, name: str) -> PlayedTrajectory:
         )
     row = asked[-1]
     step = None
-    if row.attempt == max(one.attempt for one in rows if one.member == member):
+    last = _last_finished(rows)
+    if last.get((group, member)) is row:
         late = reader.rows(LateRecord, "group_id = ? AND member = ?", (group, member))
         step = late[0].step if late else _steps_of(reader, rows).get(group)
-    return PlayedTrajectory(row, step, _over_group(row, _means(_last_finished(rows))))
+    return PlayedTrajectory(row, step, _over_group(row, _means(last)))
 
 
 def have_one_reward(played: Sequence[PlayedTrajectory]) -> bool:
@@ -147,25 +148,27 @@ def _steps_of(reader: Reader, rows: Sequence[TrajectoryRecord]) -> dict[int, int
 def _compared(
     rows: Sequence[TrajectoryRecord], steps: Mapping[TrajectoryId, int | None]
 ) -> list[PlayedTrajectory]:
-    """Compare those that have finished with their group's mean, of several attempts the last."""
+    """Compare those whose last attempt has finished with their group's mean."""
     last = _last_finished(rows)
     means = _means(last)
     return [
         PlayedTrajectory(row, steps.get(_key(row)), _over_group(row, means))
         for row in rows
-        if last[row.group_id, row.member] is row
+        if last.get((row.group_id, row.member)) is row
     ]
 
 
 def _last_finished(
     rows: Sequence[TrajectoryRecord],
 ) -> dict[tuple[int, int], TrajectoryRecord]:
-    """Return the last attempt that has finished, by group and member.
+    """Return the last attempt of each member where it has finished, by group and member.
 
-    A group that grew too old is played again under its number, so several can have.
+    A group that grew too old is played again under its number: what an attempt before the last one
+    came to is trained by no step, also where the last one failed.
     """
     attempts = sorted(rows, key=lambda row: row.attempt)
-    return {(row.group_id, row.member): row for row in attempts if row.state == "finished"}
+    last = {(row.group_id, row.member): row for row in attempts}
+    return {who: row for who, row in last.items() if row.state == "finished"}
 
 
 def _means(last: Mapping[tuple[int, int], TrajectoryRecord]) -> dict[int, float]:

@@ -198,6 +198,20 @@ def test_an_attempt_that_was_too_old_is_shown_and_was_trained_by_no_step(tmp_pat
     assert "finished, not trained" in libra(str(made), "9000.1.0")
 
 
+def test_a_member_whose_replay_failed_was_trained_by_no_step(tmp_path: Path) -> None:
+    made = write_played(tmp_path / "run")
+    with Journal(made) as journal:
+        journal.save(trajectory(9000, 1, attempt=1, state="failed", reward=None))
+    with Reader(made) as reader:
+        played = trained_in(reader, 41)
+        listed = {
+            (row.group_id, row.member, row.attempt): row.step for row in reader.trajectories()
+        }
+        assert {one.id for one in played} == {who for who, step in listed.items() if step == 41}
+        assert [one.over_group for one in played if one.id == (9000, 0, 0)] == [0.0]
+        assert [find(reader, name).step for name in ("9000.1.0", "9000.1")] == [None, None]
+
+
 def test_the_newest_run_is_shown_where_none_is_named(run_dir: Path, monkeypatch) -> None:
     monkeypatch.chdir(run_dir.parents[1])
     assert "trajectory 9000.1" in libra("9000.1")
