@@ -30,7 +30,7 @@ def mend(recipe_path: Path, found: Sequence[Finding], progress: SetupProgress) -
     """Mend what needs no root; a sentence for everything that was tried.
 
     Raises:
-        LibraError: there is nothing to mend it with.
+        RecipeError: the recipe itself is wrong.
     """
     recipe = load_recipe(recipe_path)
     plan, _ = first_plan(recipe)
@@ -57,7 +57,6 @@ def setup(
 
     Raises:
         RecipeError: the recipe is wrong.
-        LibraError: there is nothing to prepare them with.
     """
     recipe = load_recipe(recipe_path)
     names = [node.name for node in recipe.nodes]
@@ -73,7 +72,7 @@ def prepare(
     wheels: Path | None = None,
     index: str | None = None,
 ) -> list[SetupResult]:
-    """Make the environments of some hosts, and copy the model to some. Raises as ``setup``."""
+    """Make the environments of some hosts, and copy the model to some."""
 
     def packages_of(node: NodeSpec) -> Packages:
         return Packages(requirements_of(node), wheels, index)

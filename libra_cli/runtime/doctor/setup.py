@@ -48,6 +48,16 @@ class SetupResult:
     hint: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _ModelSource:
+    """Where the model is copied from: the ``host``, empty for the controller, and its files."""
+
+    host: str
+    files: FileSource
+    hashes: Mapping[str, str]
+    """The SHA-256 of every file, by name."""
+
+
 class Setup:
     """One preparation of some hosts of a recipe."""
 
@@ -71,9 +81,7 @@ class Setup:
         self._failed: dict[str, LibraError] = {}
 
     async def run(self, packages_of: Callable[[NodeSpec], Packages]) -> list[SetupResult]:
-        """Prepare the hosts; ``packages_of`` says what each gets. Raises LibraError if none can
-        be.
-        """
+        """Prepare the hosts; ``packages_of`` says what each gets. What fails is told by host."""
 
         async def environment(node: NodeSpec) -> None:
             await self._environment(node, packages_of(node))
@@ -129,56 +137,61 @@ class Setup:
     # -- the model ------------------------------------------------------------------------------
 
     async def _copy_models(self, path: str) -> None:
-        found = await self._source(path)
-        if found is None:
-            self._refuse_missing(path)
+        try:
+            found = await self._source(path)
+        except LibraError as error:
+            self._failed |= {
+                node.name: HostError(f"{node.name}: {error}", hint=error.hint)
+                for node in self._chosen(self._models)
+                if node.name not in self._failed
+            }
             return
-        where, source = found
-        nodes = self._chosen(self._models)
-        for node in nodes:
-            self._progress.stage(node.name, "hashing the model")
-        wanted = await source.hashes()
 
         async def copy(node: NodeSpec) -> None:
-            if node.name != where:
-                await self._copy(node, path, source, wanted)
+            if node.name != found.host:
+                await self._copy(node, path, found)
 
-        await self._each(nodes, copy)
+        await self._each(self._chosen(self._models), copy)
 
-    def _refuse_missing(self, path: str) -> None:
-        """Say that nobody has the model; of hosts that did not answer nothing is known."""
-        hint = f"here: hf download ORGANISATION/NAME --local-dir {path}"
-        if not self._failed:
-            raise HostError(f"{path} is neither here nor on any host", hint=hint)
-        told = f"{path} is neither here nor on any host that answers"
-        self._failed |= {
-            node.name: HostError(f"{node.name}: {told}", hint=hint)
-            for node in self._chosen(self._models)
-            if node.name not in self._failed
-        }
+    async def _source(self, path: str) -> _ModelSource:
+        """The controller's directory, or else the first host's that has it, in recipe order; a host
+        where it cannot be read has failed.
 
-    async def _source(self, path: str) -> tuple[str, FileSource] | None:
-        """The controller's directory, or else the first host's that has it, in recipe order."""
+        Raises:
+            InputError: the controller's cannot be read.
+            HostError: nobody has it; of hosts that did not answer nothing is known.
+        """
         if (here := await asyncio.to_thread(_model_here, path)) is not None:
-            return "", LocalFiles(here)
+            return await self._hashed("", LocalFiles(here))
         for node in self._recipe.nodes:
             if node.name in self._failed:
                 continue
             transport = self._transports[node.name]
             place = expanded(transport, path)
-            done = await transport.run(["test", "-e", f"{place}/config.json"], timeout_s=30.0)
-            if done.exit_code == 0:
-                return node.name, HostFiles(transport, place)
-        return None
+            try:
+                done = await transport.run(["test", "-e", f"{place}/config.json"], timeout_s=30.0)
+                if done.exit_code == 0:
+                    return await self._hashed(node.name, HostFiles(transport, place))
+            except HostError as error:
+                self._failed[node.name] = error
+        asked = "any host that answers" if self._failed else "any host"
+        raise HostError(
+            f"{path} is neither here nor on {asked}",
+            hint=f"here: hf download ORGANISATION/NAME --local-dir {path}",
+        )
 
-    async def _copy(
-        self, node: NodeSpec, path: str, source: FileSource, wanted: Mapping[str, str]
-    ) -> None:
+    async def _hashed(self, host: str, files: FileSource) -> _ModelSource:
+        for node in self._chosen(self._models):
+            self._progress.stage(node.name, "hashing the model")
+        return _ModelSource(host, files, await files.hashes())
+
+    async def _copy(self, node: NodeSpec, path: str, found: _ModelSource) -> None:
+        wanted = found.hashes
         transport = self._transports[node.name]
         place = expanded(transport, path)
         self._progress.stage(node.name, "model")
         copied = await copy_missing(
-            source,
+            found.files,
             wanted,
             transport,
             place,
