@@ -41,8 +41,8 @@ def mend(recipe_path: Path, found: Sequence[Finding], progress: SetupProgress) -
             told += [f"{result.host}: {line}" for line in (*result.done, result.error) if line]
     if remains := _hosts(found, "remains"):
         job = Examination(recipe, plan, str(recipe_path), on_stage=lambda stage: None)
-        for host, names in asyncio.run(job.clear_remains(remains)).items():
-            told.append(f"{host}: removed what is left of {', '.join(names) or 'nobody'}")
+        cleared = asyncio.run(job.clear_remains(remains))
+        told += [f"{host}: {line}" for host, line in cleared.items()]
     return told
 
 

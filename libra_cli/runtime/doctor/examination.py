@@ -81,20 +81,28 @@ class Examination:
             self._on_stage("clearing up")
             await self._cluster.close(remove_logs=True)
 
-    async def clear_remains(self, hosts: Sequence[str]) -> dict[str, list[str]]:
-        """Remove what dead runs have left on these hosts; by host what is gone."""
-        gone = {}
+    async def clear_remains(self, hosts: Sequence[str]) -> dict[str, str]:
+        """Remove what dead runs have left on these hosts; by host what is gone, or what failed."""
+        nodes = [node for node in self._recipe.nodes if node.name in hosts]
+        gone: dict[str, list[str]] = {}
+
+        async def clear(node: NodeSpec) -> None:
+            await self._cluster.connect(node)
+            await self._cluster.look(node, imports=None)
+            facts = self._cluster.reports[node.name].facts
+            names = [one.name for one in facts.remains] if facts else []
+            gone[node.name] = await self._cluster.hosts[node.name].clear(names)
+
         try:
-            for node in self._recipe.nodes:
-                if node.name in hosts:
-                    await self._cluster.connect(node)
-                    await self._cluster.look(node, imports=None)
-                    facts = self._cluster.reports[node.name].facts
-                    names = [one.name for one in facts.remains] if facts else []
-                    gone[node.name] = await self._cluster.hosts[node.name].clear(names)
+            await self._each(nodes, clear)
         finally:
             await self._cluster.close(remove_logs=True)
-        return gone
+        return {
+            node.name: f"removed what is left of {', '.join(gone[node.name]) or 'nobody'}"
+            if node.name in gone
+            else self._cluster.reports[node.name].error
+            for node in nodes
+        }
 
     async def _case(self) -> PreflightCase:
         cluster = self._cluster
