@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from libra_cli import __version__
-from libra_cli.config.errors import InputError, RecipeError, StoppedByUser, WrongRun
+from libra_cli.config.errors import (
+    HostError,
+    InputError,
+    RecipeError,
+    StoppedByUser,
+    WrongRun,
+)
 from libra_cli.config.recipe import Recipe
 from libra_cli.config.secrets import known_secrets, masker
 from libra_cli.core.json_form import json_form
@@ -51,6 +57,16 @@ class EvaluationResult:
         write_result(self.path, json.dumps(told, indent=2) + "\n")
 
 
+@dataclass(frozen=True, slots=True)
+class EvaluatedModel:
+    """The model to evaluate: its directory and, of one that a run has made, on which host and how
+    it is made again."""
+
+    path: Path
+    node: str = ""
+    again: str = ""
+
+
 def evaluate(
     target: Path,
     recipe_path: Path,
@@ -66,7 +82,7 @@ def evaluate(
 
     Raises:
         RecipeError: the recipe has a problem, or no evaluation.
-        WrongRun: there is no such model.
+        WrongRun: there is no such model, or it is not there any more.
         InputError: the result cannot be written there.
         LibraError: a host or a server failed, or it was stopped.
     """
@@ -76,16 +92,16 @@ def evaluate(
             f"{recipe_path} has no evaluation", hint="add a section, as evaluation: {num_tasks: 64}"
         )
     model = model_of(target, step)
-    path = output or Path(f"{model.name}.evaluation-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    path = output or Path(f"{model.path.name}.evaluation-{time.strftime('%Y%m%d-%H%M%S')}.json")
     check_place(path, hint=f"libra eval {target} {recipe_path} -o result.json")
     mask = masker(known_secrets(recipe))
     with masked_errors(mask):
-        rows = asyncio.run(_played(_with_model(recipe, model), told, lambda text: note(mask(text))))
-    return EvaluationResult(str(model), recipe_path, evaluation_parts(rows), path)
+        rows = asyncio.run(_played(recipe, model, told, lambda text: note(mask(text))))
+    return EvaluationResult(str(model.path), recipe_path, evaluation_parts(rows), path)
 
 
-def model_of(target: Path, step: int | None) -> Path:
-    """The directory of the model: the one named, or of a run the best that it has made.
+def model_of(target: Path, step: int | None) -> EvaluatedModel:
+    """The model in the directory that is named, or of a run the best that it has made.
 
     Raises:
         WrongRun: there is none, or it is an adapter.
@@ -100,16 +116,19 @@ def model_of(target: Path, step: int | None) -> Path:
                 f"--step chooses among the models of a run, and {target} is one model",
                 hint=f"libra eval {target} RECIPE; or libra eval RUN_DIR RECIPE --step {step}",
             )
-        return _whole(model)
+        return EvaluatedModel(_whole(model))
     with Reader(target) as reader:
         made = [row for row in reader.exports() if step in (None, row.step)]
+    again = f"libra export {target}{'' if step is None else f' --step {step}'}"
     if not made:
-        which = "" if step is None else f" --step {step}"
         raise WrongRun(
-            f"{target} has made no model{'' if step is None else f' of step {step}'}",
-            hint=f"libra export {target}{which}",
+            f"{target} has made no model{'' if step is None else f' of step {step}'}", hint=again
         )
-    return _whole(Path(max(made, key=_worth).path))
+    best = max(made, key=_worth)
+    newest = max(made, key=lambda row: row.at)
+    if newest.step != best.step:  # of the best one the checkpoint may be gone as well
+        again += f"; or libra eval {target} RECIPE --step {newest.step}"
+    return EvaluatedModel(_whole(Path(best.path)), best.node, again)
 
 
 def _worth(made: ExportRecord) -> tuple[float, int, float]:
@@ -127,23 +146,38 @@ def _whole(model: Path) -> Path:
     return model
 
 
-def _with_model(recipe: Recipe, model: Path) -> Recipe:
-    """Return a copy of the recipe whose model is the directory ``model``."""
-    update = {"path": str(model), "build": None}
+def _with_model(recipe: Recipe, model: EvaluatedModel) -> Recipe:
+    """Return a copy of the recipe with this model."""
+    update = {"path": str(model.path), "build": None}
     return recipe.model_copy(update={"model": recipe.model.model_copy(update=update)})
 
 
 async def _played(
-    recipe: Recipe, told: Callable[[EvaluationRecord], None], note: Callable[[str], None]
+    recipe: Recipe,
+    model: EvaluatedModel,
+    told: Callable[[EvaluationRecord], None],
+    note: Callable[[str], None],
 ) -> list[EvaluationRecord]:
     check_source(recipe)
     interrupts = Interrupts(note)
     interrupts.end_task()
     with OwnedDirectory("eval") as work:
         evaluation = StandaloneEvaluation(
-            recipe, work, told=told, note=note, ending=lambda: interrupts.end_nothing(CLEARING)
+            _with_model(recipe, model),
+            work,
+            told=told,
+            note=note,
+            ending=lambda: interrupts.end_nothing(CLEARING),
         )
         try:
             return await evaluation.run()
+        except HostError as error:
+            if not evaluation.lacks_model(model.node):
+                raise
+            raise WrongRun(
+                f"{model.node} has no {model.path} any more, which the run made: libra gc, or "
+                "somebody, removed it",
+                hint=model.again,
+            ) from error
         except asyncio.CancelledError:
             raise StoppedByUser("stopped; nothing was written") from None

@@ -103,6 +103,12 @@ class StandaloneEvaluation:
                 self._note(f"not proved gone: {line}")
         return list(self._rows.values())
 
+    def lacks_model(self, node: str) -> bool:
+        """Whether a host was looked at, and the model's directory is not there."""
+        report = self._cluster.reports.get(node)
+        facts = report.facts if report is not None else None
+        return facts is not None and self._recipe.model.path not in facts.paths
+
     async def _evaluate(self, models: ModelsAddress) -> None:
         """Start the servers of the policy, and play. Raises LibraError."""
         renderer = Renderer(

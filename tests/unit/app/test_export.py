@@ -68,7 +68,7 @@ def test_what_was_made_of_a_killed_run_is_the_run_s_model(asked, run_dir: Path) 
     with pytest.raises(WrongRun, match="has made no model"):
         model_of(run_dir, 10)
     command.export(run_dir, ExportOrder(), notes.append)
-    assert model_of(run_dir, 10) == Path(MODEL)
+    assert model_of(run_dir, 10).path == Path(MODEL)
     assert not notes
 
 

@@ -7,6 +7,7 @@ import json
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,10 +16,12 @@ from libra_cli.app import evaluate as command
 from libra_cli.app.evaluate import model_of
 from libra_cli.config.errors import (
     EnvironmentBroken,
+    HostError,
     InputError,
     LibraError,
     StateError,
     StoppedByUser,
+    WrongRun,
 )
 from libra_cli.core.actions import Generate
 from libra_cli.core.events import TurnGenerated
@@ -103,7 +106,7 @@ def test_every_seat_plays_and_what_breaks_is_tried_again_and_counted(tmp_path: P
 def test_a_model_is_a_directory_and_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="no directory"):
         model_of(tmp_path / "none", None)
-    assert model_of(tmp_path, None) == tmp_path
+    assert model_of(tmp_path, None).path == tmp_path
     with pytest.raises(InputError, match="--step chooses among the models of a run"):
         model_of(tmp_path, 40)
     (tmp_path / "adapter_config.json").touch()
@@ -118,7 +121,49 @@ def test_of_an_adapter_and_what_it_was_merged_into_the_newer_is_the_run_s(tmp_pa
             score = 0.1 if name == "step-2" else 0.5
             step = int(name.split("-")[1])
             journal.save(ExportRecord(step, "n", f"/models/{name}", at, 1, 1.0, score))
-    assert model_of(run_dir, None) == Path("/models/step-4-merged")
+    assert model_of(run_dir, None).path == Path("/models/step-4-merged")
+
+
+@pytest.mark.parametrize(
+    ("made", "step", "kind", "hint"),
+    [
+        ({4: "local"}, None, WrongRun, "libra export run"),
+        ({4: "local"}, 4, WrongRun, "libra export run --step 4"),
+        (
+            {4: "local", 2: "local"},
+            None,
+            WrongRun,
+            "libra export run; or libra eval run RECIPE --step 2",
+        ),
+        ({4: "elsewhere"}, None, HostError, "libra doctor RECIPE"),
+    ],
+)
+def test_a_model_that_the_run_lists_and_that_was_removed_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made, step, kind, hint
+) -> None:
+    class Lacks(StandaloneEvaluation):
+        async def run(self) -> list[EvaluationRecord]:
+            looked = SimpleNamespace(facts=SimpleNamespace(paths=()))
+            self._cluster.reports["local"] = cast("Any", looked)
+            raise HostError("local: model: there is no model", hint="libra doctor RECIPE")
+
+    monkeypatch.setattr(command, "StandaloneEvaluation", Lacks)
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(
+        "nodes: [{host: local, slots: 2}]\nmodel: {build: {}}\n"
+        "evaluation: {environment: {name: calculator}}\n"
+    )
+    with Journal(Path("run")) as journal:
+        for at, (of, node) in enumerate(made.items()):
+            journal.save(ExportRecord(of, node, f"/models/step-{of}", at, 1, 1.0, of / 10))
+    with pytest.raises(kind) as told:
+        command.evaluate(
+            Path("run"), Path("recipe.yaml"), None,
+            step=step, told=lambda row: None, note=lambda text: None,
+        )  # fmt: skip
+    assert told.value.hint == hint
+    if kind is WrongRun:
+        assert str(told.value).startswith("local has no /models/step-4 any more")
 
 
 @pytest.fixture
