@@ -147,6 +147,10 @@ class ReplicaSet(ABC):
             case _:
                 assert_never(action)
 
+    def is_given_up(self, slot: Slot) -> bool:
+        """Whether the slot's node is given up and not back, so that nothing is started there."""
+        return slot.node in self._gone
+
     @property
     def stopped(self) -> bool:
         """Whether every process of the set is verified gone."""

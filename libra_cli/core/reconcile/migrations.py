@@ -182,7 +182,7 @@ class MigrationTracker:
         return [Wake(move.timer.name, LIFECYCLE[phase].deadline_s), Save(move.record())]
 
     def _broken(self, move: SlotMigration, new: Replica | None) -> str:
-        """Return why the new process is no more; empty while it may still come up."""
+        """Return why the new process is no more, or will not be; empty while it may come up."""
         if Role.TRAIN in (move.before, move.after):
             kept = (move.after is Role.TRAIN) == (move.slot in self._wanted.trainer)
             if not kept:
@@ -191,8 +191,16 @@ class MigrationTracker:
             return "the plan was mended, and has something else there"
         if new is None or move.after is Role.TRAIN:
             return ""
+        if self._is_out_of_reach(new):
+            return f"{new.slot.node} is given up, and nothing starts there before it is back"
         failed = new.state is ReplicaState.FAILED or move.incarnation not in (None, new.incarnation)
         return (new.detail or "its process ended") if failed else ""
+
+    def _is_out_of_reach(self, new: Replica) -> bool:
+        """Whether a process is yet to start on a node that is given up; one for which the trainer
+        is to leave the slot waits, as the trainer does, for the node to be back."""
+        gone = new.state is ReplicaState.IDLE and self._servers.is_given_up(new.slot)
+        return gone and new.slot.id not in self._training.slots
 
     def _tell_sync(self, move: SlotMigration, new: Replica, now: Seconds) -> None:
         """End phase ``sync`` by a server's one reply, which says when the version was loaded."""

@@ -406,6 +406,26 @@ def test_a_node_that_is_lost_in_any_phase_costs_at_most_the_move(phase, comes_ba
     world.until(lambda: world.state("b/0")[0] is S.SERVING)
 
 
+@pytest.mark.parametrize("phase", [None, P.STOP])
+def test_a_move_on_a_node_that_is_given_up_ends_and_orders_are_taken_again(phase):
+    world = scene()
+    if phase is None:
+        world.give(e.NodeLost("b", "cable"))
+    world.order((B1, Role.GRADIENT))
+    if phase is not None:
+        in_phase(world, phase)
+        world.give(e.NodeLost("b", "cable"))
+    world.steps_on(1)
+    assert set(world.machine.reconciler.moves) == {B1}, "the node may be back in a moment"
+    world.give(e.NodeGone("b", "its lease has run out"))
+    assert world.moved(B1).state == "failed"
+    assert "b is given up" in world.moved(B1).detail
+    world.steps_on(1)
+    assert world.order((B1, Role.ROLLOUT)).text == "nothing has to move"
+    world.give(e.NodeBack("b", frozenset()))
+    world.until(lambda: world.state(B1)[0] is S.SERVING)
+
+
 def test_the_server_that_serves_is_kept_when_no_other_comes_up():
     world = scene()
     plan = world.machine.plan
