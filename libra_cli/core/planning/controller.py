@@ -192,7 +192,7 @@ class PlanController:
         (why, order), self._due = self._due, None
         seen = observe()
         if seen is not None and not order and not self._may_move:
-            seen = replace(seen, pins=self._as_they_are)
+            seen = replace(seen, pins=tuple(self._as_they_are(self.slots).items()))
         if seen is None:
             text = "no move: no trajectory has finished yet, so the work is not known"
             return self._answer(order, accepted=True, text=text)
@@ -212,11 +212,18 @@ class PlanController:
         return self._may_move or self._recipe.training.staleness.is_chosen
 
     @property
-    def _as_they_are(self) -> tuple[tuple[SlotId, Role], ...]:
-        """Every slot that does something, pinned to that."""
-        plan = self._reconciler.plan(())
-        roles = ((slot.id, _role(plan, slot.id)) for slot in self.slots)
-        return tuple((slot, role) for slot, role in roles if role is not Role.IDLE)
+    def held(self) -> dict[SlotId, Role]:
+        """The slots that a user pins, and those of nodes that are given up, which stay as they
+        are."""
+        return self._held(self.pins)
+
+    def _held(self, pins: Mapping[SlotId, Role]) -> dict[SlotId, Role]:
+        return {**self._as_they_are(self._reconciler.given_up), **pins}
+
+    def _as_they_are(self, slots: Sequence[Slot]) -> dict[SlotId, Role]:
+        """Return those of the slots that do something, pinned to that."""
+        roles = {slot.id: self._reconciler.role_of(slot.id) for slot in slots}
+        return {slot: role for slot, role in roles.items() if role is not Role.IDLE}
 
     @property
     def _may_move(self) -> bool:
@@ -256,8 +263,8 @@ class PlanController:
         held = [slot for slot, role in self.pins.items() if _role(plan, slot) is not role]
         if held:
             return False, f"the plan moves slots that are pinned: {', '.join(sorted(held))}"
-        if lost := self._reconciler.cannot_train(plan, event.slots):
-            return False, lost
+        if refusal := self._reconciler.cannot_have(plan, event.slots):
+            return False, refusal
         if self._untimed and told and told.today.step_s < UNTIMED_GAIN * told.chosen.step_s:
             return True, "it is too little better to be sure before a step of this work is timed"
         return None
@@ -339,7 +346,21 @@ class PlanController:
     def _plan(self, event: PlanOrdered, pins: dict[SlotId, Role]) -> tuple[Plan, tuple[Slot, ...]]:
         slots, today = self.slots, self._reconciler.plan(())
         if event.shapes:
-            return reshaped_plan(self._recipe, slots, today, event.shapes, self.pins)
+            plan, slots = reshaped_plan(self._recipe, slots, today, event.shapes, self.pins)
+        else:
+            plan = self._split(event, slots, today, pins)
+        if refusal := self._reconciler.cannot_have(plan, slots):
+            raise OrderRefused(refusal)
+        return plan, slots
+
+    def _split(
+        self,
+        event: PlanOrdered,
+        slots: tuple[Slot, ...],
+        today: Plan,
+        pins: Mapping[SlotId, Role],
+    ) -> Plan:
+        """Return the plan of an order that says how many slots do what, or holds some."""
         known = {slot.id for slot in slots}
         unknown = sorted({slot for slot, _ in event.pins} - known)
         if unknown:
@@ -349,13 +370,11 @@ class PlanController:
             if role is not None and (model := dict(today.models).get(slot)):
                 raise OrderRefused(f"slot {slot} serves {model}; --to {model}=N takes it back")
         roles = {slot: self._reconciler.role_of(slot) for slot in known}
-        models = ordered_models(self._recipe.models, slots, today, dict(event.models), pins)
+        held = self._held(pins)
+        models = ordered_models(self._recipe.models, slots, today, dict(event.models), held)
         left = [slot for slot in slots if slot.id not in models]
-        plan = ordered_plan(self._recipe, left, roles, today.train, dict(event.to), pins)
-        plan = replace(plan, models=tuple(models.items()))
-        if lost := self._reconciler.cannot_train(plan, slots):
-            raise OrderRefused(lost)
-        return plan, slots
+        plan = ordered_plan(self._recipe, left, roles, today.train, dict(event.to), held)
+        return replace(plan, models=tuple(models.items()))
 
     def _answer(self, order: str, *, accepted: bool, text: str) -> list[Result]:
         return [AnswerOrder(order, accepted, text)] if order else []

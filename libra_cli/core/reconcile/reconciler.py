@@ -23,7 +23,7 @@ Limit: a turn whose server does not even answer an abort within ``DRAIN_S`` is g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from libra_cli.core.actions import Wake
 from libra_cli.core.cluster.gradient_workers import GradientWorkers
@@ -353,11 +353,24 @@ class Reconciler:
         held = [one.slot for one in self._replicas() if one.holds and id(one) not in ranks]
         return not any(slot.overlaps(other) for slot in slots for other in held)
 
-    def cannot_train(self, plan: Plan, slots: Iterable[Slot]) -> str:
-        """Return why the trainer cannot be where a plan of these slots has it; empty if it can."""
+    @property
+    def given_up(self) -> tuple[Slot, ...]:
+        """The slots of nodes that are given up and not back."""
+        return tuple(slot for slot in self.slots if self._servers.is_given_up(slot))
+
+    def cannot_have(self, plan: Plan, slots: Sequence[Slot]) -> str:
+        """Return why slots cannot do what a plan of these slots has for them, since a GPU of the
+        trainer's is lost or their node is given up; empty if they can."""
         lost = {slot.id for slot in slots if self._training.life.has_lost(slot)}
         hit = [slot for slot in plan.train if slot in lost]
-        return f"the trainer cannot be on {', '.join(hit)}: its GPU is lost" if hit else ""
+        if hit:
+            return f"the trainer cannot be on {', '.join(hit)}: its GPU is lost"
+        then, now = DesiredState(plan, slots), self._wanted
+        away = [slot for slot in slots if self._servers.is_given_up(slot)]
+        moved = [one for one in away if then.role_of(one.id) is not now.role_of(one.id)]
+        nodes = ", ".join(dict.fromkeys(slot.node for slot in moved))
+        words = f"{', '.join(slot.id for slot in moved)} cannot move before {nodes} is back"
+        return f"{words}, which is given up" if moved else ""
 
     def resize_refused(self, why: str) -> list[Result]:
         """Want the trainer where it is, since it cannot be where the plan has it."""

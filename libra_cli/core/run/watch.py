@@ -108,7 +108,7 @@ class RunWatch:
             step=parts.training.step,
             plan=parts.controller.plan,
             slots=parts.controller.slots,
-            pins=tuple(parts.controller.pins.items()),
+            pins=tuple(parts.controller.held.items()),
             workload=workload,
             measured=measured,
             lengths=self._observer.lengths,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
 from libra_cli.core.launch.placement import slots_of
 from libra_cli.core.reconcile.manual_plan import OrderRefused, ordered_plan
+from libra_cli.core.records import DecisionRecord
 from libra_cli.core.types import Plan, Prediction, Role
-from tests.elastic import scene
+from tests.elastic import Scene, scene
 
 B1 = "b/1"
 
@@ -153,6 +156,42 @@ def test_a_plan_that_moves_a_pinned_slot_is_not_carried_out():
     world.choose(Plan(servers, plan.train, gradient=(B1,)))
     assert not world.machine.reconciler.moves
     assert world.machine.reconciler.role_of(B1) is Role.ROLLOUT
+
+
+def gives_up_b(world: Scene) -> None:
+    world.give(e.NodeLost("b", "cable"))
+    world.give(e.NodeGone("b", "its lease has run out"))
+
+
+def test_an_order_moves_slots_of_other_nodes_than_one_that_is_given_up():
+    world = scene()
+    gives_up_b(world)
+    assert world.order(gradient=1).accepted
+    assert set(world.machine.reconciler.moves) == {"a/1"}
+
+
+def test_an_order_for_a_slot_of_a_node_that_is_given_up_is_refused_until_it_is_back():
+    world = scene()
+    gives_up_b(world)
+    answer = world.order((B1, Role.GRADIENT))
+    assert not answer.accepted
+    assert answer.text == "b/1 cannot move before b is back, which is given up"
+    world.give(e.NodeBack("b", frozenset()))
+    assert world.order((B1, Role.GRADIENT)).accepted
+
+
+def test_the_planner_leaves_slots_of_a_node_that_is_given_up_as_they_are():
+    world = scene()
+    gives_up_b(world)
+    world.steps_on(1)
+    world.give(e.PlanOrdered("look"))
+    asked = world.did(a.Propose)[-1].observation
+    assert asked.pins == (("b/0", Role.ROLLOUT), (B1, Role.ROLLOUT))
+    plan = asked.plan
+    servers = tuple((slot, bucket) for slot, bucket in plan.servers if slot != B1)
+    world.choose(replace(plan, servers=servers, gradient=(B1,)))
+    assert not world.machine.reconciler.moves
+    assert world.rows(DecisionRecord)[-1].why_not.startswith("b/1 cannot move")
 
 
 def test_a_planners_answer_with_todays_plan_moves_nothing():
