@@ -34,6 +34,7 @@ from libra_cli.core.explanation import PastPrediction, past_prediction
 from libra_cli.core.model_use import AskedModels, ModelDemand, uses_of
 from libra_cli.core.observation import InPlay, MeasuredStep
 from libra_cli.core.observed.early_work import EarlyWork
+from libra_cli.core.observed.given_up import SlotsGivenUp
 from libra_cli.core.observed.start_times import StartTimes
 from libra_cli.core.observed.step_work import ExtraWork, workload_of
 from libra_cli.core.observed.trained_steps import TrainedSteps
@@ -102,6 +103,9 @@ class RunObserver:
         self._turns: deque[PlayedTurn] = deque(maxlen=RECENT_TURNS)
         self._training = TrainedSteps()
         self._starts = StartTimes()
+        self._given_up = SlotsGivenUp()
+        #: Since when a step that is measured has begun.
+        self._measured_from: Seconds = 0.0
         self._version_bytes = 0
         self._sync_s: Seconds = 0.0
         self._link_bandwidth = 0.0
@@ -124,8 +128,7 @@ class RunObserver:
             case StepRecord() if not record.checkpoint:  # written again once it has one
                 self._step(record)
             case SlotRecord() if not record.is_frozen:
-                self._starts.slot(record)
-                self._training.slot(record)
+                self._slot(record)
             case MoveRecord():
                 self._starts.move(record)
                 self._training.move(record)
@@ -136,6 +139,14 @@ class RunObserver:
         """Take in what an evaluation plays, which asks frozen models too."""
         if isinstance(record, TrajectoryRecord) and record.state == "finished":
             self._asked.ended()
+
+    def _slot(self, row: SlotRecord) -> None:
+        """Take in a slot's row; steps with other slots at work are no measure of those to come."""
+        self._starts.slot(row)
+        self._training.slot(row)
+        if self._given_up.slot(row):
+            self._measured.clear()
+            self._measured_from = row.since
 
     def _saw_plan(self, record: Record) -> None:
         match record:
@@ -264,8 +275,8 @@ class RunObserver:
 
     @property
     def measured(self) -> tuple[MeasuredStep, ...]:
-        """The newest steps under today's plan, without the first of the run; none where the next
-        one is ``overdue``."""
+        """The newest steps under today's plan, with the slots that are there now, without the first
+        of the run; none where the next one is ``overdue``."""
         if self.early.overdue:
             return ()
         return tuple(self._measured)[-(self._history.since or RECENT) :]
@@ -359,7 +370,7 @@ class RunObserver:
             self.early.filled()
             self._history.add(self._work_of(row, extras))
         settling, self._settling = self._settling, max(0, self._settling - 1)
-        if settling or self._steps <= FILLING or row.started_at < self._plan_at:
+        if settling or self._steps <= FILLING or row.started_at < self._measured_from:
             return
         # The run's first groups reach their last call in one step: that wait does not recur.
         once_s = row.held_s if self._steps <= self._rule.overlap else 0.0
@@ -395,6 +406,6 @@ class RunObserver:
             self._in_play.begin(now=row.at)
             self._trajectories = TrajectoriesUnderWay(self._samples.maxlen or 0)
             self.early.run_begins(is_known=bool(self._samples))
-        self._plan, self._plan_at = row.plan, row.at
+        self._plan, self._plan_at, self._measured_from = row.plan, row.at, row.at
         self._measured.clear()
         self._training.plan(row)

@@ -111,3 +111,33 @@ def test_a_trainer_does_not_move_to_a_node_that_is_given_up():
     lose(world, node)
     world.steps_on(2)
     assert training.slots == before
+
+
+def measured(world: Scene) -> int:
+    """The steps that a planner would be shown as measured."""
+    seen = world.machine.observe()
+    assert seen is not None
+    return len(seen.measured)
+
+
+def test_steps_with_a_node_that_is_given_up_since_or_is_back_since_measure_nothing():
+    world = scene()
+    world.steps_on(3)
+    assert measured(world) > 0
+    lose(world, "b")
+    assert measured(world) == 0
+    world.steps_on(3)
+    assert measured(world) > 0
+    world.give(e.NodeBack("b", frozenset()))
+    servers = world.machine.servers.replicas
+    world.until(lambda: servers["b/0"].state is ReplicaState.SERVING)
+    assert measured(world) == 0
+
+
+def test_steps_before_a_node_did_not_answer_for_a_while_are_measured_all_the_same():
+    world = scene()
+    world.steps_on(3)
+    before = measured(world)
+    world.give(e.NodeLost("b", "cable"))
+    world.give(e.NodeBack("b", frozenset({"server-0", "server-1"})))
+    assert measured(world) == before > 0
