@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import yaml
@@ -74,7 +75,7 @@ class PlannedRun:
         except LibraError:
             return ()
         now, then = (search.times(one).step_s for one in (layout, shared))
-        if now < (1 + LEAST) * then:
+        if not (1 + LEAST) * then <= now < inf:  # infinite where the plan does not fit
             return ()
         words = (
             f"servers that take requests on the trainer's GPUs while it waits would make steps "

@@ -47,6 +47,14 @@ class TrainerNeeds:
     unpaid: str = ""
     """Why gradient workers do not pay, if their gradients travel too long; else empty."""
 
+    def holds_base(self, ranks: int) -> bool:
+        """Whether so many ranks have the memory for a base group; where it is unknown they do."""
+        return self.table is None or self.table.fits(ranks)
+
+    def holds_worker(self, slot: Slot) -> bool:
+        """Whether the slot has the memory for a gradient worker; where it is unknown it does."""
+        return self.table is None or self.table.worker_fits(len(slot.gpus))
+
 
 @dataclass(frozen=True, slots=True)
 class PinnedSlots:
@@ -71,7 +79,8 @@ class GpuPlacement:
     ``max_len`` is in tokens; ``tolerance`` is that of the planner, within which layouts are
     offered. ``nodes`` are the open ones of a recipe, where the base group follows from memory
     instead and at least ``min_rollout`` servers stay; without, nodes of eight. ``elastic``: the run
-    is under way, and slots stay.
+    is under way, and slots stay. ``least_worker`` are the fewest GPUs of a gradient worker where no
+    planner says so.
     """
 
     gpus: int
@@ -81,6 +90,7 @@ class GpuPlacement:
     nodes: GpuNodes | None = None
     min_rollout: int = 1
     elastic: bool = True
+    least_worker: int = 1
 
     @classmethod
     def around(
@@ -95,7 +105,7 @@ class GpuPlacement:
         spare = gpus - layout.rollout_gpus
         least = max(training.least() or gpus, NODE_GPUS)
         base = training.base_group(spare, least, NODE_GPUS) if moves else spare
-        return cls(gpus, base, max_len)
+        return cls(gpus, base, max_len, least_worker=training.least_worker() or gpus + 1)
 
     @classmethod
     def on(
@@ -122,7 +132,8 @@ class GpuPlacement:
         """
         today = self.layout_of(now.plan, now.slots)
         found = [layout for layout, _ in search.layouts()]
-        offered = list(self._on_nodes(search, now, today, (today, *found)))
+        tried = (self._beside_what_fits(today, search.training), *found)
+        offered = list(self._on_nodes(search, now, today, tried))
         if not offered:
             raise NothingFits(
                 "nodes",
@@ -158,6 +169,14 @@ class GpuPlacement:
                 place = partial(_placed, replace(plan, reasons=reasons), slots)
                 yield Candidate(real, times, far, place)
 
+    def _beside_what_fits(self, today: Layout, training: TrainingTable) -> Layout:
+        """Return today's servers, beside the best trainer where theirs lacks the memory: with it
+        their steps would never end, and other trainers beside them would be tried last."""
+        best = training.best(self.gpus - today.rollout_gpus)
+        if best is None or not training.lacking(today.base_gpus, today.workers):
+            return today
+        return replace(today, training_gpus=best.ranks, workers=())
+
     def _by_best_time(self, search: Search, layouts: Sequence[Layout]) -> list[Layout]:
         """Layouts with other servers each, those with the shortest steps first."""
         distinct: dict[tuple[tuple[int, int], ...], Layout] = {}
@@ -173,7 +192,8 @@ class GpuPlacement:
         if search.training.knows_memory:
             base = search.training.least() or 1
             why = search.training.unpaid(base)
-            worker = self.gpus + 1 if why else search.training.least_worker() or 1
+            none = self.gpus + 1
+            worker = none if why else search.training.least_worker() or none
             return TrainerNeeds(base, worker, search.training, why)
         ranks = sum(len(slot.gpus) for slot in now.slots if slot.id in now.plan.train)
         return TrainerNeeds(ranks, -(-ranks // 2))  # half the bytes, see WORKER_BYTES
@@ -194,7 +214,8 @@ class GpuPlacement:
         """
         if layout.colocated:
             return self._colocated(layout)
-        placed = self._placements(layout, before, PinnedSlots(), needs or TrainerNeeds())
+        needs = needs or TrainerNeeds(worker=self.least_worker)
+        placed = self._placements(layout, before, PinnedSlots(), needs)
         for plan, slots in placed:
             return plan, slots
         raise NothingFits("nodes", f"the nodes have no room for {layout}")
@@ -228,11 +249,8 @@ class GpuPlacement:
         hybrid = [s for s in before if s.pool is Pool.HYBRID and s not in pinned.workers]
         serving = [slot for slot in hybrid if not is_worker(slot)]
         servers = grid.servers(layout.servers, fixed, serving, pinned.servers)
-        workers = grid.workers(
-            (*servers, *base),
-            [*pinned.workers, *filter(is_worker, hybrid)],
-            least=needs.worker,
-        )
+        staying = [slot for slot in hybrid if is_worker(slot) and needs.holds_worker(slot)]
+        workers = grid.workers((*servers, *base), [*pinned.workers, *staying], least=needs.worker)
         by_degree = _buckets(layout, self.max_len)
         plan = Plan(
             servers=tuple((slot.id, by_degree[len(slot.gpus)]) for slot in servers),
@@ -250,12 +268,13 @@ class GpuPlacement:
         self, before: Sequence[Slot], spare: int, needs: TrainerNeeds
     ) -> Iterator[Sequence[Sequence[Slot]]]:
         """Base groups to have where ``spare`` GPUs do not serve, by kind: that which there is, or
-        the one to begin with; and one as large as pays, at the price of a restart."""
+        the one to begin with, if it has the memory; and one as large as pays, at the price of a
+        restart."""
         held = [slot for slot in before if slot.pool is Pool.TRAIN]
         size = sum(len(slot.gpus) for slot in held)
-        if held and size <= spare:
+        if held and size <= spare and needs.holds_base(size):
             yield [held]
-        elif self.nodes is None and self.base_gpus <= spare:
+        elif self.nodes is None and self.base_gpus <= spare and needs.holds_base(self.base_gpus):
             yield [self._grid.last(self.base_gpus)]
         elif self.nodes is not None:
             yield list(self._small_bases(self.nodes, spare, needs, held=bool(held)))

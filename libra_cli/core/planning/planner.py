@@ -297,6 +297,7 @@ class Planner:
             ended=ended,
             played=played,
             before=now.recalibration,
+            trained=bool(now.measured or now.lengths),
         )
 
     def _chosen(

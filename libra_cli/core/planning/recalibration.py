@@ -28,6 +28,7 @@ from libra_cli.core.costs.profile import Profile
 from libra_cli.core.evidence import Recalibration
 from libra_cli.core.observation import MeasuredStep, mean_step
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, Times
+from libra_cli.core.planning.training_table import TrainedRanks
 from libra_cli.core.planning.triggers import IDLE
 from libra_cli.core.types import Seconds
 from libra_cli.core.workload import Workload
@@ -57,20 +58,24 @@ def recalibrated(
     ended: Workload | None = None,
     played: Workload | None = None,
     before: Recalibration | None = None,
+    trained: bool = False,
 ) -> RecalibratedSearch:
     """Correct the prices by the steps measured on today's layout, of the work ``played`` in them.
 
     The search is for the ``workload`` that rollout begins, and for training of what has ``ended``.
-    Where no step was measured the correction of ``before`` stays. Raises NothingFits.
+    Where no step was measured the correction of ``before`` stays. ``trained``: today's ranks have
+    trained such work, and fit. Raises NothingFits.
     """
+    longest = (played or workload).longest.context
+    ranks = TrainedRanks(today.base_gpus, today.workers, longest) if trained else None
     if not measured:
-        search = Search(profile, workload, gpus, settings, ended)
+        search = Search(profile, workload, gpus, settings, ended, ranks)
         priced, found = search.times(today), before or Recalibration()
         if before is not None:
             profile = profile.recalibrated(found)
-            search = Search(profile, workload, gpus, settings, ended)
+            search = Search(profile, workload, gpus, settings, ended, ranks)
         return RecalibratedSearch(None, priced, found, profile, search)
-    past = Search(profile, played or workload, gpus, settings)
+    past = Search(profile, played or workload, gpus, settings, trained=ranks)
     priced, step = past.times(today), mean_step(measured)
     shown = _stages(step, priced, past, today)
     # Beside a training step as long as it was, which the prices of training may not know.
@@ -85,7 +90,7 @@ def recalibrated(
         training=number / (number + 1),
     )
     profile = profile.recalibrated(found)
-    search = Search(profile, workload, gpus, settings, ended)
+    search = Search(profile, workload, gpus, settings, ended, ranks)
     return RecalibratedSearch(shown, priced, found, profile, search)
 
 

@@ -176,10 +176,16 @@ class RecipePlacement:
                 "no choice of training slots fits the nodes and buckets of the recipe",
                 hint="libra run --dry-run recipe.yaml",
             )
-        most = max(plans, key=lambda plan: len(plan.train))
-        ranks = self.layout_of(most, slots).training_gpus
-        if not search.training.fits(ranks):
-            return search.training.refusal(ranks)
+        most = max(plans, key=lambda plan: (len(plan.train), -len(plan.gradient)))
+        layout = self.layout_of(most, slots)
+        if not search.training.fits(layout.base_gpus):
+            return search.training.refusal(layout.base_gpus)
+        if lacking := search.training.lacking(layout.base_gpus, layout.workers):
+            return NothingFits(
+                "trainer memory",
+                f"{lacking}, and may use {search.profile.facts.usable_gib:.0f}",
+                hint="larger slots, or lower model.max_len or training.micro_batch_tokens",
+            )
         longest = search.workload.longest.context
         return NothingFits(
             "KV cache",

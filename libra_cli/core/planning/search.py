@@ -35,7 +35,7 @@ from libra_cli.core.explanation import Binding, Constraint
 from libra_cli.core.planning.idle_servers import IdleServers, with_idle_servers
 from libra_cli.core.planning.mixture_table import best_mixtures
 from libra_cli.core.planning.rollout_table import DEFAULT_SEATS, PlannedBucket, RolloutTable
-from libra_cli.core.planning.training_table import TrainingPlan, TrainingTable
+from libra_cli.core.planning.training_table import TrainedRanks, TrainingPlan, TrainingTable
 from libra_cli.core.types import Seconds
 from libra_cli.core.workload import Workload
 
@@ -60,6 +60,12 @@ class Layout:
     def rollout_gpus(self) -> int:
         """GPUs of all rollout servers that are not the trainer's."""
         return sum(bucket.gpus for bucket in self.buckets)
+
+    @property
+    def base_gpus(self) -> int:
+        """GPUs of the trainer's base group, whose ranks share a replica; a gradient worker has one
+        of its own."""
+        return self.training_gpus - sum(self.workers)
 
     @property
     def servers(self) -> dict[int, int]:
@@ -226,8 +232,8 @@ def _shape(layout: Layout) -> tuple[object, ...]:
 class Search:
     """Everything that is known about one workload on one budget: both tables.
 
-    Where lengths change, training has the work that has ``ended``. Raises NothingFits if no plan
-    can run.
+    Where lengths change, training has the work that has ``ended``. What has ``trained`` fits, as
+    the run has shown. Raises NothingFits if no plan can run.
     """
 
     def __init__(
@@ -237,19 +243,20 @@ class Search:
         gpus: int,
         settings: PlannerSettings,
         ended: Workload | None = None,
+        trained: TrainedRanks | None = None,
     ) -> None:
         self.gpus = gpus
         self.workload = workload
         self._longest = max(sample.generated for sample in workload.samples)
         self._settings = settings
         self._served: dict[tuple[tuple[str, int], ...], Search] = {}
-        self.profile, self._ended = profile, ended or workload
+        self.profile, self._ended, self._trained = profile, ended or workload, trained
         servers = {
             degree: cost
             for degree, cost in profile.servers.items()
             if degree in settings.degrees and profile.serves(degree)
         }
-        self.training = TrainingTable(profile.training, self._ended, gpus)
+        self.training = TrainingTable(profile.training, self._ended, gpus, trained)
         self._left = [self.training.best(spare) for spare in range(gpus + 1)]
         self.table = RolloutTable(
             servers,
@@ -272,7 +279,9 @@ class Search:
         if work is self.workload:
             return self
         ended = self._ended.served_by(dict(models))
-        self._served[models] = Search(self.profile, work, self.gpus, self._settings, ended)
+        self._served[models] = Search(
+            self.profile, work, self.gpus, self._settings, ended, self._trained
+        )
         return self._served[models]
 
     def best(self) -> Proposal:
@@ -346,7 +355,7 @@ class Search:
 
     def times(self, layout: Layout) -> Times:
         """Seconds of the halves of any layout; infinity where a half does not fit."""
-        if not self.training.fits(layout.training_gpus):
+        if self.training.lacking(layout.base_gpus, layout.workers):
             return self._times(self.rollout_s(layout.buckets, 0.0), inf)
         train_s = self.train_s(layout)
         rollout_s = self.rollout_s(self.serving(layout, train_s), train_s)
@@ -406,10 +415,8 @@ class Search:
 
     def binding(self, layout: Layout) -> Binding:
         """Return the constraint without which a step on this layout would be shorter."""
-        plan = self.training.plan(layout.training_gpus)
-        if not self.training.fits(layout.training_gpus):
-            words = f"each of {layout.training_gpus} ranks would need {plan.memory_gib:.0f} GiB"
-            return Binding(Constraint.TRAINER_MEMORY, words)
+        if lacking := self.training.lacking(layout.base_gpus, layout.workers):
+            return Binding(Constraint.TRAINER_MEMORY, lacking)
         train_s = self.train_s(layout)
         rollout_s = self.rollout_s(self.serving(layout, train_s), train_s)
         name, asked_s = max(self._models_s(layout), key=lambda one: one[1], default=("", 0.0))
@@ -418,10 +425,9 @@ class Search:
             return Binding(Constraint.MODELS, f"model {name}: {words}")
         if rollout_s >= train_s:
             return self._binding_of_rollout(layout)
-        base = layout.training_gpus - sum(layout.workers)
-        if layout.workers and (why := self.training.unpaid(base)):
+        if layout.workers and (why := self.training.unpaid(layout.base_gpus)):
             return Binding(Constraint.NETWORK, f"gradient workers do not pay: {why}")
-        return self._binding_of_training(plan)
+        return self._binding_of_training(self.training.plan(layout.base_gpus))
 
     def uniform(self, split: int) -> tuple[PlannedBucket, ...]:
         """Return the best equal servers on ``split`` GPUs."""

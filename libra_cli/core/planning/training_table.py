@@ -8,13 +8,13 @@ them, so one level of it is left.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from libra_cli.core.costs.observed import UNCHECKED_GIB
 from libra_cli.core.costs.profile import NothingFits, TrainingCost
-from libra_cli.core.types import Seconds
+from libra_cli.core.types import Seconds, Tokens
 from libra_cli.core.workload import Workload
 
 
@@ -43,6 +43,16 @@ class TrainingPlan:
     sharing: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedRanks:
+    """The ranks of a base group and of each gradient worker that have trained trajectories of up to
+    ``longest`` tokens."""
+
+    base: int = 0
+    workers: tuple[int, ...] = ()
+    longest: Tokens = 0
+
+
 WORKER_BYTES = 8
 """Bytes of a parameter in a gradient worker: float32 weight and
 gradient (as in ``node.model.policy``).
@@ -56,11 +66,21 @@ LARGEST = 256
 
 
 class TrainingTable:
-    """The fastest world for every budget up to ``gpus``."""
+    """The fastest world for every budget up to ``gpus``.
 
-    def __init__(self, cost: TrainingCost, workload: Workload, gpus: int) -> None:
+    What has ``trained`` in the run fits, also where the law of memory has it that it cannot.
+    """
+
+    def __init__(
+        self,
+        cost: TrainingCost,
+        workload: Workload,
+        gpus: int,
+        trained: TrainedRanks | None = None,
+    ) -> None:
         self._cost = cost
         self._workload = workload
+        self._trained = trained or TrainedRanks()
         self._longest = workload.longest.context
         self.gpus = gpus
         self._best = self._solve(gpus)
@@ -99,14 +119,16 @@ class TrainingTable:
 
         What is not in it can change sides at once, so it is the smallest of ``least`` or more ranks
         and of whole nodes with which a step is no more than ``SMALLER`` longer than with the best:
-        workers send their gradients over the network, which the base group need not.
+        workers send their gradients over the network, which the base group need not. GPUs on which
+        a worker would lack the memory are worth nothing beside it.
         """
         sizes: list[int] = sorted({min(gpus, least), *range(node, gpus, node), gpus})
-        steps = {
-            base: self.seconds(gpus, [min(node, gpus - at) for at in range(base, gpus, node)])
-            for base in sizes
-            if base >= min(gpus, least)
-        }
+        steps = {}
+        for base in sizes:
+            if base >= min(gpus, least):
+                left = [min(node, gpus - at) for at in range(base, gpus, node)]
+                workers = list(filter(self.worker_fits, left))
+                steps[base] = self.seconds(base + sum(workers), workers)
         limit_s = min(steps.values()) * (1 + SMALLER)
         return next(base for base in sizes if steps.get(base, inf) <= limit_s)
 
@@ -128,7 +150,33 @@ class TrainingTable:
 
     def fits(self, ranks: int) -> bool:
         """Whether each of ``ranks`` ranks has the memory for its share."""
-        return self._cost.memory_gib(ranks, self._longest) <= self._cost.facts.usable_gib
+        return self._has_memory(self._cost, ranks, (self._trained.base,))
+
+    def worker_fits(self, ranks: int) -> bool:
+        """Whether a gradient worker of ``ranks`` ranks has the memory: for a replica with its
+        gradients, and no optimizer."""
+        return self._has_memory(self._cost.of_worker, ranks, self._trained.workers)
+
+    def lacking(self, base: int, workers: Iterable[int] = ()) -> str:
+        """Say which ranks of a base group with these gradient workers lack memory, and how much
+        each would need; empty where all have it."""
+        if not self.fits(base):
+            needed = self._cost.memory_gib(base, self._longest)
+            return f"each of {base} ranks would need {needed:.0f} GiB"
+        small = next((ranks for ranks in workers if not self.worker_fits(ranks)), None)
+        if small is None:
+            return ""
+        needed = self._cost.of_worker.memory_gib(small, self._longest)
+        return f"each of the {small} ranks of a gradient worker would need {needed:.0f} GiB"
+
+    def _has_memory(self, cost: TrainingCost, ranks: int, trained: Collection[int]) -> bool:
+        usable = cost.facts.usable_gib
+        if cost.memory_gib(ranks, self._longest) <= usable:
+            return True
+        # A plan that runs has shown that it fits. Where the law denies that of what these ranks
+        # have trained, it is wrong of them, and so not asked about longer trajectories either;
+        # where it agrees, it is, for contexts may outgrow a plan that runs.
+        return ranks in trained and cost.memory_gib(ranks, self._trained.longest) > usable
 
     @property
     def knows_memory(self) -> bool:
@@ -136,12 +184,8 @@ class TrainingTable:
         return self._cost.facts.gpu_gib < UNCHECKED_GIB
 
     def least_worker(self) -> int | None:
-        """The smallest world of a gradient worker that has the memory, or None: a replica with
-        its gradients, and no optimizer."""
-        worker, usable = self._cost.of_worker, self._cost.facts.usable_gib
-        worlds = range(1, len(self._best))
-        fitting = (n for n in worlds if worker.memory_gib(n, self._longest) <= usable)
-        return next(fitting, None)
+        """The smallest world of a gradient worker that has the memory, or None."""
+        return next(filter(self.worker_fits, range(1, len(self._best))), None)
 
     def refusal(self, gpus: int) -> NothingFits:
         """Why no world up to ``gpus`` runs, with the numbers of the best that was tried."""

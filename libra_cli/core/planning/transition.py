@@ -276,9 +276,9 @@ class _Ends:
         """Return what works at a time at which the trainer does not restart."""
         ranks = then
         if at < max(self.trained_s, self.restart[0]):
-            kept, core = stays.layout.workers, _core(stays.layout)
+            kept, core = stays.layout.workers, stays.layout.base_gpus
             if self.restart[1] > 0:
-                core = _core(today if at < self.restart[0] else then)
+                core = (today if at < self.restart[0] else then).base_gpus
             ranks = replace(then, training_gpus=core + sum(kept), workers=kept)
         models = dict(today.models)
         fewer = tuple((name, min(number, models.get(name, 0))) for name, number in then.models)
@@ -287,11 +287,6 @@ class _Ends:
             buckets=stays.serving if at < self.served_s else then.buckets,
             models=fewer if at < self.modelled_s else then.models,
         )
-
-
-def _core(layout: Layout) -> int:
-    """Return the ranks of the base group."""
-    return layout.training_gpus - sum(layout.workers)
 
 
 def _ends(

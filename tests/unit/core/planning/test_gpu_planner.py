@@ -25,7 +25,7 @@ from libra_cli.core.planning.baselines import (
     first_layout,
     planner_of,
 )
-from libra_cli.core.planning.gpu_placement import GpuPlacement, TrainerNeeds
+from libra_cli.core.planning.gpu_placement import GpuPlacement, PinnedSlots, TrainerNeeds
 from libra_cli.core.planning.planner import Decision, DecisionMaker, Planner
 from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, least_regret
@@ -125,6 +125,33 @@ def test_another_base_group_is_offered_beside_that_there_is_if_it_is_worth_more(
     assert offered(worth) == [[worth]]
     assert offered(worth - 1) == [[worth - 1], [worth]]
     assert offered() == [[run.space.base_gpus]]
+
+
+def test_a_base_group_and_a_worker_that_contexts_outgrow_are_not_offered() -> None:
+    """Of Qwen3-14B eight ranks have the memory for 15,000 tokens and a worker of three has, and
+    neither for 38,000."""
+    space, layout = GpuPlacement(GPUS, 8, 131_072), Layout((PlannedBucket(1, 5, 9, 128),), 27)
+    plan, slots = space.place(layout)
+    (worker,) = (slot.id for slot in slots if len(slot.gpus) == 3)
+    assert worker in plan.gradient
+    stay = []
+    for tokens in (14_500, 37_500):
+        load = Workload((TrajectorySample(500, tokens),), 256)
+        needs = TrainerNeeds(table=Search(A800, load, GPUS, SETTINGS).training)
+        placed = list(space._placements(layout, slots, PinnedSlots(), needs))
+        assert placed
+        bases = {each.train for each, _ in placed}
+        stay.append((plan.train in bases, any(worker in each.gradient for each, _ in placed)))
+    assert stay == [(True, True), (False, False)]
+
+
+def test_gpus_that_are_too_few_for_a_gradient_worker_are_none() -> None:
+    """One of Qwen3-14B has three or more: beside three servers of two 18 GPUs are one group."""
+    search = Search(A800, work(1000), 24, SETTINGS)
+    layout = Layout((PlannedBucket(2, 3, 38_000, 128),), 18)
+    space = GpuPlacement.around(layout, search.training, max_len=38_000, moves=True)
+    assert space.base_gpus == 18
+    assert not replace(space, base_gpus=16).place(layout)[0].gradient
 
 
 def test_a_steady_workload_moves_nothing() -> None:

@@ -20,7 +20,10 @@ from libra_cli.core.types import Plan, Role
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 
-PROFILE = load_profile("a800-qwen3-8b")
+A800 = load_profile("a800-qwen3-8b")
+ROOMY = replace(A800.training, facts=replace(A800.facts, gpu_gib=110.0))
+PROFILE = replace(A800, training=ROOMY)
+"""One GPU has the memory for a gradient worker."""
 SAMPLES = (TrajectorySample(500, 400), TrajectorySample(500, 800))
 
 

@@ -25,6 +25,7 @@ from libra_cli.core.planning.search import (
     least_regret,
     propose,
 )
+from libra_cli.core.planning.training_table import TrainedRanks
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 from tests.research.changed_costs import with_kv_share
@@ -155,6 +156,38 @@ def test_a_layout_that_cannot_run_takes_for_ever() -> None:
     assert search.times(tight).train_s == float("inf")
     wrong = replace(layout, buckets=(PlannedBucket(16, 1, 9999, 8),))
     assert search.times(wrong).rollout_s == float("inf")
+
+
+def test_a_base_group_and_each_gradient_worker_have_memory_of_their_own() -> None:
+    """Of Qwen3-14B a base group fits on 6 GPUs of 80 GB and a worker on 3: together they have as
+    many GPUs as would fit in one group."""
+    search = Search(A800, heavy_tailed(1000), 24, PlannerSettings())
+    alone = replace(search.best().layout, training_gpus=12)
+    for workers, lacking in (
+        ((), ""),
+        ((4,), ""),
+        ((2, 4), "each of the 2 ranks of a gradient worker would need 81 GiB"),
+        ((8,), "each of 4 ranks would need 81 GiB"),
+    ):
+        layout = replace(alone, workers=workers)
+        assert (search.times(layout).step_s == inf) == bool(lacking)
+        if lacking:
+            assert search.binding(layout).words == lacking
+
+
+def test_ranks_that_have_trained_fit_also_where_the_law_denies_it_of_them() -> None:
+    settings, short, long = PlannerSettings(), heavy_tailed(1000), heavy_tailed(9000)
+    longest = short.longest.context
+    small = replace(propose(A800, short, 24).layout, training_gpus=6, workers=(2,))
+    for work in (short, long):
+        assert Search(A800, work, 24, settings).times(small).step_s == inf
+        trained = TrainedRanks(4, (2,), longest)
+        assert Search(A800, work, 24, settings, trained=trained).times(small).step_s < inf
+    # Of what has trained as it has them fit, longer trajectories are told by the law.
+    large = replace(small, training_gpus=8, workers=())
+    seen = Search(A800, long, 24, settings, trained=TrainedRanks(8, (), longest))
+    assert Search(A800, short, 24, settings).times(large).step_s < inf
+    assert seen.times(large).step_s == inf
 
 
 def test_a_colocated_layout_adds_its_halves() -> None:

@@ -213,6 +213,45 @@ def test_slots_that_change_sides_with_others_cost_what_both_halves_lack_meanwhil
     assert first.cost_s(still, chosen, other, search) < prices.resize_s
 
 
+LARGE = load_profile("a800-qwen3-14b")
+
+
+@pytest.mark.parametrize("slots", [2, 8])
+def test_no_base_group_and_no_worker_runs_that_lacks_the_memory(slots: int) -> None:
+    """Of Qwen3-14B a base group has it on 6 GPUs or more, and a worker on 3: of slots of four GPUs
+    the head alone has not, whatever workers are beside it, and of one GPU no worker."""
+    nodes = [{"host": f"n{index}", "gpus": 8, "slots": slots} for index in range(4)]
+    buckets = {"buckets": [{"tensor_parallel": 8 // slots}]}
+    told = {"nodes": nodes, "model": {"path": "/m"}, "rollout": buckets}
+    recipe = Recipe.model_validate(told)
+    known, load, training = slots_of(recipe), work(1000), LARGE.training
+    train = frozenset(slot.id for slot in known if slot.node in ("n0", "n1"))
+    space, today = RecipePlacement(recipe), plan_with(recipe, known, train, "as given")
+    search = Search(LARGE, load, space.gpus, PlannerSettings())
+    longest, usable = load.longest.context, LARGE.facts.usable_gib
+    small = set()
+    for one in space.candidates(search, Observation(1, today, known, load)):
+        base_gib = training.memory_gib(one.layout.base_gpus, longest)
+        workers_gib = [training.of_worker.memory_gib(n, longest) for n in one.layout.workers]
+        runs = max(base_gib, *workers_gib) <= usable if workers_gib else base_gib <= usable
+        assert (one.times.train_s < float("inf")) == runs
+        small.add(runs)
+    assert small == {True, False}
+
+
+def test_a_plan_that_has_trained_is_judged_by_its_steps_whatever_memory_it_is_told_to_lack() -> (
+    None
+):
+    recipe = recipe_of(4, slots=2)
+    slots = slots_of(recipe)
+    today = plan_with(recipe, slots, frozenset({"n0/0"}), "as given")
+    with pytest.raises(NothingFits, match="no trainer of up to 4 GPUs"):
+        propose_plan(recipe, slots, today, work(1000), LARGE, elastic=True)
+    seen = (MeasuredStep(60.0, 30.0, 5.0, 0.0, 1.0),)
+    decision = propose_plan(recipe, slots, today, work(1000), LARGE, elastic=True, measured=seen)
+    assert decision.before.step_s < float("inf")
+
+
 def test_a_pinned_slot_stays_on_its_side() -> None:
     recipe = recipe_of(4, slots=2)
     slots, today = slots_of(recipe), initial_plan(recipe)
