@@ -594,23 +594,31 @@ class Profile:
         return replace(slower, training=slower.training.scaled(factors.training))
 
     def with_moves_seen(self, starts: Starts, *, sleep: bool) -> Profile:
-        """Return these costs with the moves that a run has seen in the place of estimates.
+        """Return these costs with the moves that a run has seen in the place of estimates, and
+        with its starts: a server's whatever its degree, and a trainer's for a resize.
 
         Where servers ``sleep`` and one has left its GPUs, those have it back after ``WAKE_S`` until
         a run has seen how long that takes.
         """
-        left, back = starts.to_training_s, starts.to_rollout_s
-        if left is None and back is None:
+        named = {
+            "to training": starts.to_training_s,
+            "to rollout": starts.to_rollout_s,
+            "a server": starts.server_s,
+            "the trainer": starts.trainer_s,
+        }
+        seen = {what: seconds for what, seconds in named.items() if seconds is not None}
+        if not seen:
             return self
-        told = [f"seen in this run: to training {left:.1f} s"] if left is not None else []
-        told += [f"seen in this run: to rollout {back:.1f} s"] if back is not None else []
-        if back is None and sleep:
-            back = WAKE_S
-            told.append(f"a server that sleeps wakes in {back:.0f} s: ESTIMATED, NOT MEASURED")
-        moves = replace(
-            self.moves,
-            to_training_s=self.moves.to_training_s if left is None else left,
-            to_rollout_s=self.moves.to_rollout_s if back is None else back,
+        told = [f"seen in this run: {what} {seconds:.1f} s" for what, seconds in seen.items()]
+        if sleep and "to training" in seen and "to rollout" not in seen:
+            seen["to rollout"] = WAKE_S
+            told.append(f"a server that sleeps wakes in {WAKE_S:.0f} s: ESTIMATED, NOT MEASURED")
+        moves, server_s = self.moves, seen.get("a server")
+        moves = MoveCost(
+            to_training_s=seen.get("to training", moves.to_training_s),
+            to_rollout_s=seen.get("to rollout", moves.to_rollout_s),
+            resize_s=seen.get("the trainer", moves.resize_s),
+            start_s=moves.start_s if server_s is None else dict.fromkeys(self.servers, server_s),
         )
         before = self.provenance.get("moves", "")
         words = "; ".join([*told, f"the others: {before}"])

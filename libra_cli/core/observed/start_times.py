@@ -16,13 +16,18 @@ class StartTimes:
         self._idle: dict[tuple[str, str], _MeanOrNone] = {}
 
     def slot(self, row: SlotRecord) -> None:
-        """Take in a slot's row; from ``starting`` until it serves or trains is its start."""
+        """Take in a slot's row; from ``starting`` until it serves or trains is its start.
+
+        What is there at once was not started: the simulator begins with its processes up.
+        """
         if row.state == "starting":
             self._began[row.slot] = row.since
         elif row.state == "waking":  # which is no start
             self._began.pop(row.slot, None)
         elif row.state in self._waits and row.slot in self._began:
-            self._waits[row.state].add(row.since - self._began.pop(row.slot))
+            took_s = row.since - self._began.pop(row.slot)
+            if took_s > 0:
+                self._waits[row.state].add(took_s)
 
     def move(self, row: MoveRecord) -> None:
         """Take in a move; where the next process started beside the old one the slot was idle in

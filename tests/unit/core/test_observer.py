@@ -518,6 +518,8 @@ def test_starts_are_from_starting_to_work_and_moves_idle_while_neither_process_w
     for slot, state, since in states:
         observer.saw(sample_run.slot_record(slot, "rollout", state, since))
     observer.saw(sample_run.slot_record("a/0", "rollout", "serving", 90.0))
+    for state in ("starting", "training"):  # at once, as where a simulation begins
+        observer.saw(sample_run.slot_record("c/0", "train", state, 0.0))
     starts = observer.evidence.starts
     assert (starts.server_s, starts.trainer_s, starts.to_training_s) == (10.0, None, None)
     for after, phases in (

@@ -51,6 +51,8 @@ PROFILE = Profile("p", "A100", "M", SERVERS, TRAINING, MOVES, 0.004, {"servers":
     [
         (Starts(), True, 8.0, 11.0),
         (Starts(server_s=70.0, trainer_s=50.0), True, 8.0, 11.0),
+        (Starts(server_s=70.0), False, 8.0, 11.0),
+        (Starts(trainer_s=50.0, to_training_s=40.0), False, 40.0, 11.0),
         (Starts(to_training_s=40.0), False, 40.0, 11.0),
         (Starts(to_training_s=40.0), True, 40.0, WAKE_S),
         (Starts(to_training_s=40.0, to_rollout_s=7.0), True, 40.0, 7.0),
@@ -64,11 +66,17 @@ def test_moves_cost_what_a_run_has_seen_of_them_and_a_first_waking_what_is_estim
     """A server sleeps only where one has left its GPUs: before that the next one starts cold."""
     seen = PROFILE.with_moves_seen(starts, sleep=sleep)
     moves = replace(MOVES, to_training_s=to_training_s, to_rollout_s=to_rollout_s)
+    if starts.server_s is not None:
+        moves = replace(moves, start_s=dict.fromkeys(SERVERS, starts.server_s))
+    if starts.trainer_s is not None:
+        moves = replace(moves, resize_s=starts.trainer_s)
     assert replace(seen, provenance=PROFILE.provenance) == replace(PROFILE, moves=moves)
     told = seen.provenance.get("moves", "")
     assert ("ESTIMATED" in told) == (to_rollout_s == WAKE_S)
     assert ("seen in this run: to training" in told) == (starts.to_training_s is not None)
     assert ("seen in this run: to rollout" in told) == (starts.to_rollout_s is not None)
+    assert ("seen in this run: a server" in told) == (starts.server_s is not None)
+    assert ("seen in this run: the trainer" in told) == (starts.trainer_s is not None)
     assert seen.provenance["servers"] == "measured"
 
 
