@@ -29,6 +29,7 @@ from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.result_files import check_place, write_result
 from libra_cli.runtime.store.reader import Reader, has_run
 from libra_cli.runtime.supervision.quotations import masked_errors
+from libra_cli.runtime.trainer.model_export import MERGED
 from libra_cli.runtime.trajectory_source import check_source
 
 
@@ -131,9 +132,10 @@ def model_of(target: Path, step: int | None) -> EvaluatedModel:
     return EvaluatedModel(_whole(Path(best.path)), best.node, again)
 
 
-def _worth(made: ExportRecord) -> tuple[float, int, float]:
-    """Rank a model by score and step, and of an adapter and what it was merged into by its time."""
-    return (float("-inf") if made.score is None else made.score, made.step, made.at)
+def _worth(made: ExportRecord) -> tuple[float, int, bool, float]:
+    """Rank a model by score and step, what an adapter was merged into above the adapter alone."""
+    score = float("-inf") if made.score is None else made.score
+    return score, made.step, made.path.endswith(MERGED), made.at
 
 
 def _whole(model: Path) -> Path:

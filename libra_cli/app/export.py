@@ -107,9 +107,11 @@ def _list(run_dir: Path, made: ExportRecord, to: Path | None, note: Callable[[st
         with Journal(run_dir) as journal:
             journal.save(made)
     except StateError as error:
+        first = "" if to or Path(made.path).is_dir() else f"libra export {run_dir} --to DIR, then "
+        place = "DIR" if first else to or made.path
         note(
-            f"{run_dir} does not list this model: {error}; libra eval takes the directory: "
-            f"libra eval {to or made.path} RECIPE"
+            f"{run_dir} does not list this model: {error}; libra eval takes its directory: "
+            f"{first}libra eval {place} RECIPE"
         )
 
 

@@ -4,8 +4,8 @@
     candidates   the placements that a ``PlacementSpace`` allows, each with its predicted times
     choice       the least ``step_s + cost_s / horizon``, with the seconds of the moves shared by
                  the steps that the plan is expected to last; within ``tolerance`` of that the one
-                 that moves the least; to begin with the one that loses least whatever lengths
-                 turn out to be (``search.least_regret``)
+                 that moves the least; to begin with one that loses least whatever lengths turn
+                 out to be, with the larger servers (``search.least_regret``)
     verdict      whether its gain pays its moves (``admission``)
     explanation  what came second, what binds, and what the next steps take (``core.explanation``)
 
@@ -399,8 +399,10 @@ class Planner:
         if best.times.step_s == inf:
             why_not = "it does not fit"
         elif slower <= 0:
-            less = "loses more if lengths turn out otherwise" if self.begins else "moves more"
-            why_not = f"its steps are {-slower:.1%} shorter, and it {less}"
+            less = "it moves more"
+            if self.begins:
+                less = "it loses more if lengths turn out otherwise, or its servers are smaller"
+            why_not = f"its steps are {-slower:.1%} shorter, and {less}"
         return RunnerUp(_option(best.layout, best.times), why_not)
 
 

@@ -229,8 +229,9 @@ class Progress:
         if note.resolved_at is None:
             self._warnings[note.subject] = note.text
             return f"warning: {note.text}"
-        self._warnings.pop(note.subject, None)
-        return f"no longer: the warning {note.subject!r}"
+        known = self._warnings.pop(note.subject, None)
+        # Who attaches later was never told of it.
+        return "" if known is None else f"no longer: the warning {note.subject!r}"
 
     def _take_sync(self, sync: SyncRecord) -> str:
         self._sync = sync

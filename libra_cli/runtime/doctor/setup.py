@@ -159,8 +159,10 @@ class Setup:
 
         Raises:
             InputError: the controller's cannot be read.
-            HostError: nobody has it; of hosts that did not answer nothing is known.
+            HostError: nobody has it, or not one that can be read; the message is the first
+                host's that could not.
         """
+        failed: list[HostError] = []
         if (here := await asyncio.to_thread(_model_here, path)) is not None:
             return await self._hashed("", LocalFiles(here))
         for node in self._recipe.nodes:
@@ -173,7 +175,10 @@ class Setup:
                 if done.exit_code == 0:
                     return await self._hashed(node.name, HostFiles(transport, place))
             except HostError as error:
+                failed.append(error)
                 self._failed[node.name] = error
+        if failed:
+            raise failed[0]
         asked = "any host that answers" if self._failed else "any host"
         raise HostError(
             f"{path} is neither here nor on {asked}",

@@ -71,6 +71,10 @@ class EpisodePlayer(Protocol):
         """Forget all episodes and end whatever they shared."""
 
 
+class _Forgotten(Exception):
+    """An episode was forgotten while its environment worked."""
+
+
 class _Different(LibraError):
     """An environment that was rebuilt says something else than it did."""
 
@@ -96,6 +100,8 @@ class EpisodePerformer:
         """Carry out one action. Never raises for what an environment may do."""
         try:
             return await self._perform(action)
+        except _Forgotten:
+            return None
         except _Different as error:
             self._episodes.forget(action.trajectory)
             return EpisodeFailed(action.trajectory, str(error), counts=False)
@@ -113,9 +119,10 @@ class EpisodePerformer:
                 answer = self._episodes.advance(
                     trajectory, action.token_ids, action.finish_reason, action.logprobs
                 )
-                return await self._advanced(trajectory, answer)
+                return self._advanced(trajectory, await self._answered(trajectory, answer))
             case FinishEpisode():
-                return await self._advanced(trajectory, self._episodes.finish(trajectory))
+                answer = self._episodes.finish(trajectory)
+                return self._advanced(trajectory, await self._answered(trajectory, answer))
             case ForgetEpisode():
                 self._asked.discard(trajectory)
                 self._histories.pop(trajectory, None)
@@ -129,14 +136,18 @@ class EpisodePerformer:
         history = self._histories.pop(trajectory, None)
         if history is None:
             return
-        if await self._begin(trajectory, history.task) != history.prompt_ids:
+        prompt_ids = await self._begin(trajectory, history.task)
+        if prompt_ids is None:
+            raise _Forgotten
+        if prompt_ids != history.prompt_ids:
             raise _Different("its environment does not begin as it did for an earlier controller")
         for turn, said in history.turns:
             if said is None:
                 return
-            answer = await self._episodes.advance(
+            answering = self._episodes.advance(
                 trajectory, turn.token_ids, turn.finish_reason, turn.logprobs
             )
+            answer = await self._answered(trajectory, answering)
             if answer.done or answer.observation_ids != said:
                 raise _Different("its environment does not answer as it did before")
 
@@ -167,18 +178,20 @@ class EpisodePerformer:
         finally:
             self._asked.discard(trajectory)
 
-    async def _advanced(
+    async def _answered(
         self, trajectory: TrajectoryId, answering: Awaitable[TurnResult]
-    ) -> EpisodeAdvanced | None:
-        """Wait for an episode's answer; None if the episode was forgotten meanwhile."""
+    ) -> TurnResult:
+        """Return an episode's answer; raises _Forgotten if the episode was forgotten meanwhile."""
         self._asked.add(trajectory)
         try:
             answer = await answering
-            return self._told(trajectory, answer) if trajectory in self._asked else None
+            if trajectory not in self._asked:
+                raise _Forgotten
+            return answer
         finally:
             self._asked.discard(trajectory)
 
-    def _told(self, trajectory: TrajectoryId, answer: TurnResult) -> EpisodeAdvanced:
+    def _advanced(self, trajectory: TrajectoryId, answer: TurnResult) -> EpisodeAdvanced:
         return EpisodeAdvanced(
             trajectory,
             answer.observation_ids,

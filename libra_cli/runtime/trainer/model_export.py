@@ -30,6 +30,8 @@ from libra_cli.runtime.trainer.checkpoints import (
     given_by,
 )
 
+MERGED = "-merged"
+"""The end of the directory's name of what an adapter was merged into."""
 EXPORT_S = 3600.0
 """The longest export; 32 billion parameters are 128 GB to read and 64 GB to write."""
 COMMAND_S = 30.0
@@ -59,7 +61,7 @@ class ModelExports:
         began = time.monotonic()
         node = checkpoint.nodes[0]
         host, spec = self.hosts[node]
-        out = f"{host.run_dir}/export/{checkpoint.name}{'-merged' * merge}"
+        out = f"{host.run_dir}/export/{checkpoint.name}{MERGED * merge}"
         made = await _size(host, out)
         if made is None:
             trained = json.loads(await host.transport.get(f"{host.run_dir}/trainer.json"))

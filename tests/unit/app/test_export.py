@@ -80,7 +80,7 @@ def test_while_a_run_goes_on_it_is_told_that_it_does_not_list_the_model(
         command.export(run_dir, ExportOrder(), notes.append)
     assert without_models(run_dir)
     (note,) = notes
-    assert note.endswith(f"libra eval {MODEL} RECIPE")
+    assert note.endswith(f"libra export {run_dir} --to DIR, then libra eval DIR RECIPE")
 
 
 @pytest.mark.parametrize("place", ["file", "file/model", "full"])
