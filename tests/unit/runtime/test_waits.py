@@ -65,6 +65,7 @@ ALLOWED: dict[str, str] = {
     "runtime/agents/runners.py": "AgentEpisodes._next gives the agent up, which kills it",
     "runtime/agents/server.py:answer": "results of futures that are done",
     "runtime/episodes/in_process.py": "a call to an environment: Calls.wait has its deadline",
+    "runtime/episodes/performer.py:_answered": "an environment's answer, with the same deadline",
     "runtime/episodes/workers.py:_ask": "a call to an environment: Calls.wait has its deadline",
     "runtime/episodes/calls.py:run_on": "Calls.limit_s, or of an agent in a sandbox its own time",
     "runtime/processes/tasks.py:during": "its end cancels the work, which has deadlines of its own",
