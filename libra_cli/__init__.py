@@ -1,3 +1,3 @@
 """libra: agentic RL post-training on plain GPU machines."""
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
