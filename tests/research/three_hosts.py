@@ -20,7 +20,7 @@ import yaml
 
 from libra_cli.api import load_run
 from tests.cluster.cluster import Cluster, cluster
-from tests.gallery.facts import Curve, Timeline, curve_of
+from tests.gallery.facts import Curve, ServerKill, Timeline, curve_of
 from tests.gallery.fault import Killer, timeline_of
 from tests.gallery.picture import slots
 from tests.live import CHECKOUT
@@ -41,18 +41,17 @@ def main() -> None:
     parser = ArgumentParser(description="The quickstart on three hosts, of which one is rebooted.")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     out: Path = parser.parse_args().out
-    curve, known = played(out.resolve())
-    assert known.kill is not None, "the picture is of a reboot"
-    away = known.kill.serves_again_at - known.kill.at
+    curve, known, reboot = played(out.resolve())
+    away = reboot.serves_again_at - reboot.at
     sys.stdout.write(
         f"{STEPS} steps in {curve.ended_at[-1]:.0f} s, reward {curve.values[0]:.2f} to "
-        f"{curve.values[-1]:.2f}; {known.kill.slot} served again after {away:.0f} s\n"
+        f"{curve.values[-1]:.2f}; {reboot.slot} served again after {away:.0f} s\n"
     )
     (out / "three-hosts.svg").write_text(slots(curve, known), encoding="utf-8")
 
 
-def played(directory: Path) -> tuple[Curve, Timeline]:
-    """Return the rewards of a run on three hosts, and what every slot did in it."""
+def played(directory: Path) -> tuple[Curve, Timeline, ServerKill]:
+    """Return the rewards of a run on three hosts, what every slot did in it, and the reboot."""
     with cluster(len(NAMES), directory) as c:
         run = c.run(recipe_of(c))
         run.wait_step(REBOOT_AFTER, timeout_s=LIMIT_S)
@@ -69,8 +68,8 @@ def played(directory: Path) -> tuple[Curve, Timeline]:
     known = Timeline.model_validate_json(told)
     assert known.kill is not None, "timeline_of refuses a run without"
     how = {"how": f"gone: its host is off for {OFF_S:.0f} s"}
-    known = known.model_copy(update={"kill": known.kill.model_copy(update=how)})
-    return curve_of(loaded, "reward/mean"), known
+    reboot = known.kill.model_copy(update=how)
+    return curve_of(loaded, "reward/mean"), known.model_copy(update={"kill": reboot}), reboot
 
 
 def recipe_of(c: Cluster) -> dict[str, Any]:
