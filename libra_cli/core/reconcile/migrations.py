@@ -292,21 +292,23 @@ class MigrationTracker:
         return [*actions, PlanMended()]
 
     def _may_serve(self, server: Replica) -> bool:
-        """Whether a server could be kept, or started again: the trainer leaves it its slot."""
-        slots = self._wanted.slots
-        if any(server.slot.overlaps(slots[one]) for one in self._training.life.proved_slots):
+        """Whether a server could be kept, or started again: the trainer leaves it its slot, or can
+        go back to where it was if this server has worked."""
+        life, wanted = self._training.life, self._wanted
+        # One that resizes has left the others; if it comes back, the plan is mended once more.
+        kept = [one for one in life.proved_slots if not life.resizing or one in wanted.trainer]
+        if any(server.slot.overlaps(wanted.slots[one]) for one in kept):
             return False
-        serves, failed = ReplicaState.SERVING, ReplicaState.FAILED
-        return server.state is serves or (
-            server.state is not failed and not self._wanted.trains_on(server.slot)
-        )
+        if server.state in (ReplicaState.SERVING, ReplicaState.FAILED):
+            return server.state is ReplicaState.SERVING
+        return (life.resizing and server.has_worked) or not wanted.trains_on(server.slot)
 
     def _keep_a_server(self) -> list[Result]:
         """Keep the server likeliest to work, if the plan has no other that could serve."""
         known = [server for server in self._servers.replicas.values() if self._may_serve(server)]
         if not known:
             return []
-        best = max(known, key=_hope)
+        best = max(known, key=self._hope)
         if self._wanted.trains_on(best.slot):
             why = f"{best.slot.id} has the last server, and no other came up"
             self._wanted.keep_trainer(self._training.life.proved_slots, why)
@@ -314,10 +316,10 @@ class MigrationTracker:
             self._wanted.give_back(best.slot.id, Role.ROLLOUT, best.bucket)
         return [PlanMended()]
 
-
-def _hope(replica: Replica) -> tuple[bool, bool]:
-    """Return a key that is the greater, the likelier the slot will have a server that works."""
-    return replica.state is ReplicaState.SERVING, replica.has_worked
+    def _hope(self, server: Replica) -> tuple[bool, bool, bool]:
+        """Return a key that is the greater, the likelier and sooner a server works there."""
+        free = not self._wanted.trains_on(server.slot)
+        return server.state is ReplicaState.SERVING, server.has_worked, free
 
 
 def _phase(move: SlotMigration, old: Replica | None, new: Replica | None) -> MigrationPhase | None:

@@ -123,6 +123,31 @@ def test_the_core_comes_back_also_where_its_slot_has_the_last_server():
     world.steps_on()
 
 
+@pytest.mark.parametrize("worked", [False, True])
+def test_the_only_server_fails_where_the_core_was_while_that_resizes(worked: bool):
+    world = scene()
+    plan, bucket = world.machine.plan, dict(world.machine.plan.servers)["b/1"]
+    others = ("c/0", "a/1", "b/0")
+    if worked:
+        leave_core(world)
+        world.arrive()
+    world.choose(replace(plan, servers=(("b/1", bucket),), train=(*others, A0)))
+    world.arrive()
+    world.silent = of(e.TrainerStarted)
+    world.choose(replace(plan, servers=((A0, bucket),), train=(*others, "b/1")))
+    world.until(lambda: world.state(A0)[0] is ReplicaState.STARTING)
+    server = world.machine.servers.replicas[A0]
+    world.give(e.ServerFailed(A0, server.incarnation, "no memory"))
+    assert world.machine.training.state is TrainerState.STARTING
+    if worked:  # it is started again, while the core comes up
+        world.until(lambda: world.state(A0)[0] is ReplicaState.SERVING)
+    world.speak()
+    serves, trains = (A0, "b/1") if worked else ("b/1", A0)
+    world.until(lambda: world.machine.training.slots == (*others, trains))
+    world.until(lambda: world.state(serves)[0] is ReplicaState.SERVING)
+    world.steps_on()
+
+
 @pytest.mark.parametrize("died", [False, True])
 def test_a_plan_that_wants_the_slot_of_a_core_that_comes_back_waits_for_it(died: bool):
     world = scene()
