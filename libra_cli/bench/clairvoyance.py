@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.observation import Observation
@@ -33,8 +34,10 @@ class OraclePlanner:
     coming: Callable[[int], Workload]
 
     def decide(self, now: Observation) -> Decision:
-        """Return the decision of the planner for the work to come."""
-        return self.planner.decide(replace(now, workload=self.coming(now.step)))
+        """Return the decision of the planner for the work to come, of which all growth is told."""
+        measured = now.lengths[-len(now.measured) :] if now.measured else ()
+        lengths = (fmean(measured),) * len(measured) if measured else ()
+        return self.planner.decide(replace(now, workload=self.coming(now.step), lengths=lengths))
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,15 +320,16 @@ def _row(job: Job, world: World) -> ResultRow:
     engines = [engine for _, engine in world.servers.retired]
     served = max(world.served_gpu_s(), 1e-9)
     moved = sum(bool(turn.moved_from) for turn in tape.turns)
+    last_s = tape.steps[-1].ended_at  # servers are let end their turns after it
     return ResultRow(
         policy=job.policy,
         planner=job.planner,
         trace=job.trace.name,
         seed=job.seed,
         variant=job.variant,
-        throughput_tok_s=sum(step.generated_tokens for step in tape.steps) / tape.ended_at,
+        throughput_tok_s=sum(step.generated_tokens for step in tape.steps) / last_s,
         steady_tok_s=_steady(job, world),
-        makespan_s=tape.ended_at,
+        makespan_s=last_s,
         p50_s=took[len(took) // 2],
         p99_s=took[int(0.99 * (len(took) - 1))],
         idle_rollout=1.0 - world.busy_gpu_s() / served,

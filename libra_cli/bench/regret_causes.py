@@ -5,7 +5,8 @@ static plan b[k], and S is the tokens that libra trained over those that the oth
 d[k] - S b[k] in that step. Over libra's makespan these add up to its regret, exactly, and so do the
 causes; below zero something was gained::
 
-    moving       GPU-seconds in which slots on their way did nothing, over the GPUs of the run
+    moving       GPU-seconds in which slots on their way, or of a trainer that restarts, did
+                 nothing, over the GPUs of the run
     filling      the rest of the first steps, of which as many as may be in flight
     wrong plan   the rest of steps under other servers than the best plan's, which the planner had
                  not looked at yet, or with work from which lengths have drifted since
@@ -24,9 +25,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from libra_cli.bench.results import ResultRow
+from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.planning.admission import drifted
 from libra_cli.core.records import MoveRecord
-from libra_cli.core.types import Seconds
+from libra_cli.core.types import Role, Seconds, SlotId
 from libra_cli.sim.recording import Recording
 
 CAUSES = ("filling", "wrong plan", "moving", "wrong price", "same plan")
@@ -79,14 +81,30 @@ def _has_looked(recording: Recording, lengths: Sequence[float], at: Seconds, len
 
 def _idle_gpu_s(recording: Recording, start: Seconds, end: Seconds) -> float:
     sizes = {row.slot: len(row.gpus) for _, row in recording.slots}
+    moving = [(move.slot, *time) for move in recording.moves.values() for time in _phases(move)]
+    stays = set(sizes) - {slot for slot, since, until in moving if since < end and until > start}
+    restarting = [each for each in _restarts(recording) if each[0] in stays]
     return sum(
-        sizes.get(move.slot, 0) * max(0.0, min(end, until) - max(start, since))
-        for move in recording.moves.values()
-        for since, until in _without_work(move)
+        sizes.get(slot, 0) * max(0.0, min(end, until) - max(start, since))
+        for slot, since, until in [*moving, *restarting]
     )
 
 
-def _without_work(move: MoveRecord) -> Iterator[tuple[Seconds, Seconds]]:
+def _restarts(recording: Recording) -> Iterator[tuple[SlotId, Seconds, Seconds]]:
+    """Yield from when and until when each slot of a trainer that had trained was restarted."""
+    trained: set[SlotId] = set()
+    down: dict[SlotId, Seconds] = {}
+    for at, row in recording.slots:
+        waits = row.role == Role.TRAIN and row.state != ReplicaState.TRAINING
+        if waits and row.slot in trained:
+            down.setdefault(row.slot, at)
+        elif row.slot in down:
+            yield row.slot, down.pop(row.slot), at
+        if (row.role, row.state) == (Role.TRAIN, ReplicaState.TRAINING):
+            trained.add(row.slot)
+
+
+def _phases(move: MoveRecord) -> Iterator[tuple[Seconds, Seconds]]:
     for phase in move.phases:
         if phase.phase in _WITHOUT_WORK and phase.ended_at is not None:
             yield phase.started_at, phase.ended_at

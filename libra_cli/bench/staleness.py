@@ -107,7 +107,7 @@ def _row(job: Job) -> RuleRow:
         bound=job.bound,
         trace=job.trace.name,
         seed=job.seed,
-        throughput_tok_s=tokens / tape.ended_at,
+        throughput_tok_s=tokens / tape.steps[-1].ended_at,
         over_bound=sum(metrics["tokens_over_bound"] or 0 for _, metrics in steps) / tokens,
         age_mean=sum(n * (metrics["token_staleness_mean"] or 0) for n, metrics in steps) / tokens,
         age_max=int(max(metrics["token_staleness_max"] or 0 for _, metrics in steps)),

@@ -121,7 +121,7 @@ def _line(values: Sequence[float], spread: float) -> tuple[float, float]:
     squares = sum(place**2 for place in places)
     slope = sum(map(mul, places, values)) / squares
     off = sum((value - mean - slope * at) ** 2 for at, value in zip(places, values, strict=True))
-    return slope, 2 * (off + 4 * spread**2) / number / squares
+    return slope, 2 * (off + 2 * spread**2) / number / squares
 
 
 def drifted(before: Tokens | float, now: Tokens | float) -> bool:

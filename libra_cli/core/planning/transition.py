@@ -335,7 +335,7 @@ def _prefill_again_s(
     stopped = today.rollout_gpus - stays.layout.rollout_gpus
     if stopped <= 0 or not then.buckets:
         return 0.0
-    in_flight = playing.trajectories * stopped / today.rollout_gpus
+    in_flight = playing.overlap * playing.trajectories * stopped / today.rollout_gpus
     tokens = in_flight * playing.mean_context / 2
     rate = 0.0
     for bucket in then.buckets:

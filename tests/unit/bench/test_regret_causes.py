@@ -8,10 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from libra_cli.bench.jobs import Job, planned_run, playable
+from libra_cli.bench.jobs import Job, planned_run, playable, world_of
 from libra_cli.bench.regret import StaticPlans
-from libra_cli.bench.regret_causes import CAUSES, PlannedStep, shares_lost
+from libra_cli.bench.regret_causes import CAUSES, PlannedStep, planned_steps, shares_lost
 from libra_cli.bench.results import CLAIRVOYANT
+from libra_cli.core.cluster.replica import ReplicaState
+from libra_cli.core.types import Role
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import load_trace
 from tests.sample_bench import row
@@ -96,10 +98,24 @@ def test_the_steps_of_a_simulated_run_tell_its_plans_and_moves() -> None:
     )
     assert [one.servers for one in steps[:2]] == [{2: 2}] * 2
     assert steps[-1].servers == {2: 4}
-    assert steps[-1].ended_at <= result.makespan_s
+    assert steps[-1].ended_at == result.makespan_s, "what ends after the last step does not count"
     moving = [one.moving_s for one in steps]
     assert moving[:2] == [0.0, 0.0]
     assert 0 < sum(moving) < result.makespan_s
+
+
+def test_a_trainer_that_restarts_on_its_slots_does_nothing_meanwhile() -> None:
+    (layout,) = [one for one in StaticPlans(JOB).first() if one.servers == {2: 4}]
+    world = world_of(replace(JOB, planner="fixed", layout=layout, steps=3))
+    world.run()
+    tape = world.recording
+    began, ended = (step.ended_at for step in tape.steps[:2])
+    row = next(row for _, row in tape.slots if row.role == Role.TRAIN)
+    for at, state in ((began + 1.0, ReplicaState.STOPPING), (began + 4.0, ReplicaState.TRAINING)):
+        tape.slots.append((at, replace(row, state=state)))
+    moving = [step.moving_s for step in planned_steps(tape, 16)]
+    assert ended > began + 4.0
+    assert moving == pytest.approx([0.0, 3.0 * layout.training_gpus / 16, 0.0])
 
 
 def test_the_steps_of_a_simulated_run_tell_whether_the_planner_has_looked() -> None:

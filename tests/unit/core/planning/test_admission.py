@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from libra_cli.core.planning.admission import (
     FURTHEST,
     HORIZON,
+    USUAL,
     Admission,
     drifted,
     expected_change,
+    expected_rate,
     horizon,
 )
 from libra_cli.core.planning.search import Times
@@ -69,6 +71,14 @@ def test_lengths_of_a_few_steps_shorten_no_horizon() -> None:
     """Batches without drift, as simulated: the short trajectories end first."""
     assert horizon([977.0, 1227.0], None, 0.17) > 50
     assert horizon([1000.0, 1227.0] * 10, None, 0.17) > 50
+
+
+def test_chance_is_told_by_how_far_lengths_are_off_beside_two_that_are_as_usual() -> None:
+    """Of lengths that grow by .1 a step and are on a line: two of them as far off as ``spread``."""
+    lengths, spread = [90.0, 100.0, 110.0], 0.2
+    squared_error = 2 * (2 * spread**2) / 3 / 2
+    expected = 0.1 / (1 + 0.1) * USUAL**2 / (USUAL**2 + squared_error)
+    assert expected_rate(lengths, spread) == pytest.approx(expected)
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=30), st.none() | st.integers(0, 1000))

@@ -38,7 +38,7 @@ def paced(seconds: float, meanwhile: Layout, then: Layout) -> float:
 
 def prefilled_s(share: float, degree: int, servers: int) -> float:
     """Seconds in which servers prefill that share of the trajectories again, half grown."""
-    tokens = share * WORK.trajectories * WORK.mean_context / 2
+    tokens = share * WORK.overlap * WORK.trajectories * WORK.mean_context / 2
     return tokens * PROFILE.servers[degree].linear().prefill_token_s / servers
 
 
