@@ -431,6 +431,12 @@ class StepRecord:
         return self.ended_at - self.started_at - self.between_parts_s
 
     @property
+    def train_share(self) -> float:
+        """The share of the time from ``started_at`` to ``ended_at`` that is ``train_s``. When in
+        that time a streamed step waited is in no row."""
+        return self.train_s / max(self.ended_at - self.started_at, 1e-9)
+
+    @property
     def period_s(self) -> float:
         """Seconds from the end of the step before, or when the trainer was free, to its end:
         ``waited_s`` and ``train_s``."""

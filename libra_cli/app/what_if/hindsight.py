@@ -10,6 +10,7 @@ from math import inf
 from libra_cli.config.recipe import NodeSpec
 from libra_cli.core.costs.hindsight import (
     SharedStep,
+    TrainedSpan,
     TrainingHindsight,
     busy_between,
     server_hindsight,
@@ -23,7 +24,7 @@ from libra_cli.core.observed.step_work import overhead_of
 from libra_cli.core.observed.under_way import played_turn
 from libra_cli.core.planning.controller import plan_of_record
 from libra_cli.core.records import MoveRecord, StepRecord, TurnRecord
-from libra_cli.core.types import Plan
+from libra_cli.core.types import Plan, Seconds
 from libra_cli.runtime.store.reader import Reader
 
 CROWDED = 0.33
@@ -48,7 +49,7 @@ def hindsight(
     degrees = {bucket.tensor_parallel: bucket for bucket in buckets.values()}
     turns = [turn for turn in _turns_of(reader) if turn.slot in buckets]
     steps = reader.steps() if shared else []
-    spans = [(step.started_at, step.ended_at) for step in steps]
+    spans = [TrainedSpan(step.started_at, step.ended_at, step.train_share) for step in steps]
     found = {
         degree: server_hindsight(
             [turn for turn in turns if buckets[turn.slot].tensor_parallel == degree],
@@ -65,7 +66,7 @@ def hindsight(
     if not shared:
         return tuple(replace(profile, servers=one) for one in laws)
     beside = max((one.beside for one in found.values()), default=0.0)
-    taken = list(_shared_steps(reader, steps, turns, part))
+    taken = list(_shared_steps(reader, steps, busy_between(turns, spans), part))
     # A server that the trainer slows slows the trainer too, by as much at most.
     crowded = CROWDED if _overlap(reader, nodes) else 0.0
     guesses = (beside / 2, crowded), (beside, 0.0), (0.0, float(crowded > 0))
@@ -93,12 +94,12 @@ def _shared(profile: Profile, beside: float, training: TrainingHindsight) -> Pro
 
 
 def _shared_steps(
-    reader: Reader, steps: Sequence[StepRecord], turns: Sequence[PlayedTurn], part: float
+    reader: Reader, steps: Sequence[StepRecord], busy: Sequence[Seconds], part: float
 ) -> Iterator[SharedStep]:
-    """Yield the steps, with all that they trained; workers share this ``part`` of one."""
+    """Yield the steps, with all that they trained; servers were ``busy`` beside each for so long,
+    and workers share this ``part`` of one."""
     plans, moves = reader.plans(), [move for move in reader.moves() if move.state == "done"]
     adopted = [row.at for row in plans]
-    busy = busy_between(turns, [(step.started_at, step.ended_at) for step in steps])
     for step, beside_s in zip(steps, busy, strict=True):
         seconds = step.train_s - step.compile_s
         if seconds <= 0:

@@ -31,8 +31,6 @@ from libra_cli.core.costs.server import ServerCost
 from libra_cli.core.evidence import PlayedTurn
 from libra_cli.core.types import Seconds, SlotId
 
-Span = tuple[Seconds, Seconds]
-"""When something began and ended."""
 PULL = 1e-4
 """Weight of the assumed parts of a step, in turns for each turn; chosen, so that a hundredth of the
 turns at a tenth of the load outweighs it."""
@@ -64,10 +62,10 @@ class ServerHindsight:
 
 
 def server_hindsight(
-    turns: Sequence[PlayedTurn], training: Sequence[Span], prior: ServerCost
+    turns: Sequence[PlayedTurn], training: Sequence[TrainedSpan], prior: ServerCost
 ) -> ServerHindsight:
     """The law of the servers that played these turns, all of one shape, by any order; ``training``
-    are the times at which a trainer on the same cores worked, in order. Without turns the prior.
+    are the steps of a trainer on the same cores, in order. Without turns the prior.
     """
     import numpy as np
 
@@ -105,6 +103,14 @@ def server_hindsight(
     least, largest = max(0.0, fixed - spread), min(1.0, fixed + spread)
     beside = min(MOST_BESIDE, middle[5])
     return ServerHindsight(law(fixed), law(least), law(largest), beside)
+
+
+class TrainedSpan(NamedTuple):
+    """When a training step began and ended, and in which share of that time the trainer worked."""
+
+    began: Seconds
+    ended: Seconds
+    share: float = 1.0
 
 
 class SharedStep(NamedTuple):
@@ -172,14 +178,15 @@ def slowdown_of(beside: float) -> float:
     return 1 / (1 - min(MOST_BESIDE, beside))
 
 
-def busy_between(turns: Sequence[PlayedTurn], spans: Sequence[Span]) -> list[Seconds]:
-    """The seconds of each span in which any server had one of these turns."""
+def busy_between(turns: Sequence[PlayedTurn], spans: Sequence[TrainedSpan]) -> list[Seconds]:
+    """The seconds of each span in which the trainer worked while any server had one of these turns;
+    the trainer's waits are taken to be spread evenly over the span."""
     import numpy as np
 
     if not turns:
         return [0.0] * len(spans)
     ends = 0.0
-    merged = list[Span]()
+    merged = list[tuple[Seconds, Seconds]]()
     for began, ended in sorted((turn.began, turn.ended) for turn in turns):
         begin = max(began, ends) if merged else began
         if ended > begin:
@@ -187,8 +194,8 @@ def busy_between(turns: Sequence[PlayedTurn], spans: Sequence[Span]) -> list[Sec
             ends = ended
     pieces, wanted = np.array(merged), np.array(spans)
     found = _Steps(pieces[:, 0], pieces[:, 1], np.ones(len(merged)))
-    begins, until = wanted[:, 0], wanted[:, 1]
-    return [float(one) for one in found.mean(begins, until) * (until - begins)]
+    begins, until, shares = wanted.T
+    return [float(one) for one in found.mean(begins, until) * (until - begins) * shares]
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +284,7 @@ def _relative(rows: Any, seconds: Any, expected: Any) -> tuple[Any, Any]:
     return rows / expected[:, None], np.clip(seconds / expected, 1 / OUTLIER, OUTLIER)
 
 
-def _amounts(turns: Sequence[PlayedTurn], training: Sequence[Span]) -> tuple[Any, float]:
+def _amounts(turns: Sequence[PlayedTurn], training: Sequence[TrainedSpan]) -> tuple[Any, float]:
     """A row for each turn: tokens, tokens x requests, tokens x KV tokens, prompt tokens, requests,
     seconds beside the trainer; and the most KV tokens that a server held."""
     import numpy as np
@@ -302,11 +309,7 @@ def _amounts(turns: Sequence[PlayedTurn], training: Sequence[Span]) -> tuple[Any
         rows[mine, 4] = last - first
         most = max(most, kept.most)
     if training:
-        beside = _Steps(
-            np.array([begin for begin, _ in training]),
-            np.array([end for _, end in training]),
-            np.ones(len(training)),
-        )
+        beside = _Steps(*np.array(training).T)
         rows[:, 5] = beside.mean(began, ended) * (ended - began)
     return rows, most
 

@@ -1,9 +1,10 @@
 """Computes the rows of the report's timeline: the states of every slot, and how busy it was.
 
 A slot's states come from the table ``slot_states``; how busy it was from the samples of its server,
-or for the trainer's slots from the steps. The run is cut into bins, so that a long one gives a
-drawing of the same size. A bin shows the most important of its states, so that a short failure or
-move is not too thin to be seen.
+or for the trainer's slots from the steps. Of a streamed step only the sum of its waits is recorded:
+they are spread evenly over it. The run is cut into bins, so that a long one gives a drawing of the
+same size. A bin shows the most important of its states, so that a short failure or move is not too
+thin to be seen.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def _running_bins(samples: Sequence[SampleRecord], began: float, seconds: float)
 
 
 def _training_bins(steps: Sequence[StepRecord], began: float, seconds: float) -> list[float]:
-    """Return for each bin the share that the trainer spent in a step."""
+    """Return for each bin the share in which the trainer worked on a step."""
     width = seconds / _BINS
     edges = [began + width * index for index in range(_BINS + 1)]
     shares = [0.0] * _BINS
@@ -137,5 +138,5 @@ def _training_bins(steps: Sequence[StepRecord], began: float, seconds: float) ->
             inside = min(step.ended_at, edges[at + 1]) - max(step.started_at, edges[at])
             if inside <= 0:
                 break
-            shares[at] = min(1.0, shares[at] + inside / width)
+            shares[at] = min(1.0, shares[at] + step.train_share * inside / width)
     return shares

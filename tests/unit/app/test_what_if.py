@@ -316,6 +316,18 @@ def test_what_further_ranks_gain_is_open_where_slots_overlap_on_cores(
     assert [one.surroundings.rank_slowdown for one in profiles] == slowdowns
 
 
+def test_waits_between_the_parts_of_streamed_steps_are_no_work_beside_servers(
+    tmp_path: Path,
+) -> None:
+    """Whoever takes them for work finds both halves slowed by too little, since neither was."""
+    recipe = simulated_run.recipe(24, stream=True, max_staleness=1)
+    with Reader(simulated_run.write(tmp_path / "run", recipe)) as reader:
+        assert sum(step.between_parts_s for step in reader.steps()) > 0
+        found, true = known_of(reader).profile.surroundings, simulated_run.PROFILE.surroundings
+    assert found.serving_slowdown == pytest.approx(true.serving_slowdown, rel=0.05)
+    assert found.training_slowdown == pytest.approx(true.training_slowdown, rel=0.05)
+
+
 # -- older runs, and the command -------------------------------------------------------------------
 
 

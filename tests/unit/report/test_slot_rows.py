@@ -102,6 +102,13 @@ def test_how_busy_the_core_was_is_its_share_of_time_in_a_step(tmp_path: Path) ->
     assert busy[:5] == pytest.approx([0.0, 0.0, 0.5, 1.0, 0.0])
 
 
+def test_waits_between_the_parts_of_a_streamed_step_are_no_training(tmp_path: Path) -> None:
+    began = sample_run.START + 4.0
+    step = sample_run.step_record(1, began + 8.0, started_at=began, between_parts_s=6.0)
+    busy = rows_of(tmp_path, state("a/0", "train", "training", 0.0), step)["a/0"].busy
+    assert busy[:7] == pytest.approx([0.0, 0.0, 0.25, 0.25, 0.25, 0.25, 0.0])
+
+
 def test_a_run_that_has_not_begun_has_no_rows(tmp_path: Path) -> None:
     with Journal(tmp_path) as journal:
         journal.save(sample_run.run_record())

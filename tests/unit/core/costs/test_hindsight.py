@@ -8,6 +8,7 @@ import pytest
 
 from libra_cli.core.costs.hindsight import (
     SharedStep,
+    TrainedSpan,
     busy_between,
     server_hindsight,
     training_hindsight,
@@ -61,9 +62,17 @@ def test_a_server_that_was_always_full_leaves_all_of_it_open() -> None:
 def test_what_the_trainer_beside_takes_is_not_the_servers_price() -> None:
     played = list(turns([16, 8, 12, 4] * 20, beside=2.0, stretched=40))
     half = max(turn.ended for turn in played[: len(played) // 2])
-    found = server_hindsight(played, [(0.0, half)], PRIOR)
+    found = server_hindsight(played, [TrainedSpan(0.0, half)], PRIOR)
     assert found.beside == pytest.approx(0.5, abs=0.03)
     assert found.law.decode_step_s(16, 0) < 1.3 * (A + 16 * B)
+
+
+def test_a_trainer_that_waits_for_parts_slows_servers_in_the_rest_of_its_step_alone() -> None:
+    """With k = 0.5, half of the time beside the trainer takes 1 / (1 - 0.5 / 2) times as long."""
+    played = list(turns([16, 8, 12, 4] * 20, beside=4 / 3, stretched=40))
+    half = max(turn.ended for turn in played[: len(played) // 2])
+    found = server_hindsight(played, [TrainedSpan(0.0, half, 0.5)], PRIOR)
+    assert found.beside == pytest.approx(0.5, abs=0.03)
 
 
 def test_without_turns_nothing_is_known_but_the_prior() -> None:
@@ -113,6 +122,7 @@ def test_servers_are_busy_while_any_of_them_has_a_turn() -> None:
         PlayedTurn("a/1", 1.0, 4.0, 10, 10, 5),
         PlayedTurn("a/0", 6.0, 7.0, 10, 10, 5),
     ]
-    found = busy_between(played, [(0.0, 10.0), (3.0, 6.5), (8.0, 9.0)])
-    assert found == pytest.approx([5.0, 1.5, 0.0])
-    assert busy_between([], [(0.0, 1.0)]) == [0.0]
+    spans = [TrainedSpan(0.0, 10.0), TrainedSpan(3.0, 6.5), TrainedSpan(8.0, 9.0)]
+    assert busy_between(played, spans) == pytest.approx([5.0, 1.5, 0.0])
+    assert busy_between(played, [TrainedSpan(0.0, 10.0, 0.4)]) == pytest.approx([2.0])
+    assert busy_between([], [TrainedSpan(0.0, 1.0)]) == [0.0]
