@@ -20,7 +20,7 @@ from libra_cli.runtime.monitors.dispatch import Monitors
 from libra_cli.runtime.monitors.protocol import MonitoredRun
 from libra_cli.runtime.store.follower import NOTE
 from libra_cli.runtime.store.journal import Journal
-from libra_cli.runtime.store.run_directory import keep_recipe
+from libra_cli.runtime.store.run_directory import keep_recipe, make_private
 from libra_cli.runtime.supervision.controller_log import controller_log
 from libra_cli.runtime.supervision.quotations import quoted
 from libra_cli.runtime.tasks.digests import keep_tasks
@@ -73,7 +73,8 @@ class RunRecords:
 def open_records(
     recipe: Recipe, run_dir: Path, row: RunRecord, told: Listeners
 ) -> Iterator[RunRecords]:
-    """Make the run directory and keep the recipe in it; its database and its monitors are open.
+    """Make the run directory, this user's alone, and keep the recipe in it; its database and its
+    monitors are open.
 
     Raises:
         LibraError: it cannot be made, or a monitor cannot begin.
@@ -85,6 +86,7 @@ def open_records(
         told.watch(record)
         monitors.on(record)
 
+    make_private(run_dir)
     with (
         controller_log(run_dir, note=told.note, mask=told.mask),
         Journal(

@@ -85,8 +85,6 @@ def open_database(path: Path) -> sqlite3.Connection:
     try:
         if not path.exists():
             _create(path)
-        if path.stat().st_mode & 0o077:  # an older libra let everybody read it
-            path.chmod(0o600)
         if _is_shared(path):
             return _opened(path, "DELETE")
         try:

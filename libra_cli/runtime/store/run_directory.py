@@ -8,7 +8,7 @@ tokens.bin    the tokens of all trajectories that have ended
 images/       what trajectories were shown, each image once, and where it stood
 events.log    what happened, for the controller after this one; gone when the run has ended
 
-Only this user can enter the directory and read what is in it.
+Only this user can enter the directory and read what is in it, unless the user opens it to others.
 """
 
 from __future__ import annotations
@@ -68,15 +68,27 @@ def _is_made(path: Path) -> bool:
 
 
 def make_run_dir(run_dir: Path) -> None:
-    """Make the directory, if it is not there yet; nobody but this user may enter it.
+    """Make the directory for this user alone, if it is not there yet; one that is there stays open
+    to whom its owner has opened it.
+
+    Raises:
+        StateError: it cannot be made.
+    """
+    with _can_be_made(run_dir):
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def make_private(run_dir: Path) -> None:
+    """Make the directory, or close one that is there, with its database, to all but this user.
 
     Raises:
         StateError: it cannot be made, or belongs to somebody else.
     """
+    make_run_dir(run_dir)
     with _can_be_made(run_dir):
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if run_dir.stat().st_mode & 0o077:  # an older libra let everybody in
-            run_dir.chmod(0o700)
+        for path, mode in ((run_dir, 0o700), (run_dir / DATABASE, 0o600)):
+            if path.exists() and path.stat().st_mode & 0o077:  # an older libra let everybody in
+                path.chmod(mode)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from libra_cli.core.records import ExportRecord
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.run_directory import keep_recipe
+from libra_cli.runtime.store.schema import DATABASE
 from libra_cli.runtime.trainer.checkpoints import FoundCheckpoint
 from tests import sample_run, world
 
@@ -70,6 +72,15 @@ def test_what_was_made_of_a_killed_run_is_the_run_s_model(asked, run_dir: Path) 
     command.export(run_dir, ExportOrder(), notes.append)
     assert model_of(run_dir, 10).path == Path(MODEL)
     assert not notes
+
+
+def test_a_run_directory_that_is_open_to_others_stays_so(asked, run_dir: Path) -> None:
+    run_dir.chmod(0o750)
+    (run_dir / DATABASE).chmod(0o640)
+    command.export(run_dir, ExportOrder(), print)
+    assert not without_models(run_dir)
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o750
+    assert stat.S_IMODE((run_dir / DATABASE).stat().st_mode) == 0o640
 
 
 def test_while_a_run_goes_on_it_is_told_that_it_does_not_list_the_model(

@@ -9,9 +9,10 @@ import pytest
 
 from libra_cli.config.errors import StateError
 from libra_cli.runtime.credentials.run_secrets import SECRETS, RunSecrets
+from libra_cli.runtime.run_records import Listeners, open_records
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.run_directory import make_run_dir, write_private
-from tests import sample_run
+from tests import sample_run, world
 
 
 def modes(directory: Path) -> dict[str, int]:
@@ -43,14 +44,18 @@ def test_nobody_else_may_enter_a_run_or_read_its_files(tmp_path: Path) -> None:
     assert run_dir.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_run_of_an_older_libra_is_closed_to_others_when_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_directory_that_is_open_to_others_is_closed_when_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    """An older libra let everybody in."""
     with Journal(tmp_path / "run"):
         pass
     (tmp_path / "run").chmod(0o755)
     (tmp_path / "run/libra.db").chmod(0o644)
-    with Journal(tmp_path / "run"):
+    nobody = Listeners(lambda record: None, lambda text: None, str)
+    with open_records(world.recipe(), tmp_path / "run", sample_run.run_record(), nobody):
         assert modes(tmp_path / "run")["libra.db"] == 0o600
-    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"token": 1}', '{"token": ""}', "\udcff"])
