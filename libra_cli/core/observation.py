@@ -7,7 +7,7 @@ A decision is a pure function of an ``Observation``, so a live run, the simulato
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from libra_cli.core.evidence import CostEvidence, Recalibration
@@ -54,7 +54,8 @@ class Observation:
     """The state of a run after a step.
 
     ``plan`` is what the run has or is on its way to; ``slots`` are all that it knows. ``pins`` hold
-    slots in a role. ``workload`` are the newest finished trajectories; ``measured`` the newest
+    slots in a role; on those that are ``gone`` nothing works, since their node is given up.
+    ``workload`` are the newest finished trajectories; ``measured`` the newest
     steps under this plan, ``lengths`` the mean generated tokens of the newest steps, oldest first.
     ``recalibration`` is the one under which today's plan was chosen; None for the first plan.
     ``rollout_idle`` is the share of the step (0 to 1) in which the staleness bound held rollout
@@ -79,6 +80,19 @@ class Observation:
     predictions: tuple[PastPrediction, ...] = ()
     sync_s: Seconds = 0.0
     staleness: BoundEvidence | None = None
+    gone: frozenset[SlotId] = frozenset()
+
+    def working(self, plan: Plan) -> Plan:
+        """Return what works of a plan: servers and gradient workers on slots that are not ``gone``;
+        ranks of the base group wait for theirs."""
+        if not self.gone:
+            return plan
+        return replace(
+            plan,
+            servers=tuple(one for one in plan.servers if one[0] not in self.gone),
+            gradient=tuple(slot for slot in plan.gradient if slot not in self.gone),
+            models=tuple(one for one in plan.models if one[0] not in self.gone),
+        )
 
     @property
     def step_end_s(self) -> Seconds:

@@ -152,6 +152,7 @@ class GpuPlacement:
         """
         needs = self._needs(search, now)
         before = now.slots if self.elastic else ()
+        working = self.layout_of(now.working(now.plan), now.slots)
         least_s, offered = float("inf"), 0
         for layout in self._by_best_time(search, layouts):
             best_s = search.times(layout).step_s
@@ -160,12 +161,12 @@ class GpuPlacement:
             for plan, slots in self._placements(layout, before, PinnedSlots.of(now), needs):
                 if not _keeps(now, plan):
                     continue
-                real = self.layout_of(plan, slots)
-                times, moves = search.times(real), moves_between(today, real)
+                real = self.layout_of(now.working(plan), slots)
+                times, moves = search.times(real), moves_between(working, real)
                 least_s, offered = min(least_s, times.step_s), offered + 1
                 resized = plan.train != now.plan.train
                 far = (resized, moves.gpus, moves.number) if self.elastic else ()
-                reasons = self._reasons(real, needs.unpaid)
+                reasons = self._reasons(self.layout_of(plan, slots), needs.unpaid)
                 place = partial(_placed, replace(plan, reasons=reasons), slots)
                 yield Candidate(real, times, far, place)
 

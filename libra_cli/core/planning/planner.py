@@ -240,7 +240,7 @@ class Planner:
         """Choose a placement and judge it, under the staleness bound that the workload has."""
         profile = self.costs(now.plan, now.evidence)
         self.space.check(now.plan, profile)
-        today = self.space.layout_of(now.plan, now.slots)
+        today = self.space.layout_of(now.working(now.plan), now.slots)
         found = self._recalibrated(now, profile, today)
         candidates = list(self.space.candidates(found.search, now))
         before = found.search.served_by(today.models).times(today)

@@ -92,7 +92,7 @@ class RecipePlacement:
             for models in self._models(slots, now)
             for plan in self._plans(self._free(slots, now, models), now.plan, models)
         ]
-        found = [(plan, slots, self.layout_of(plan, slots)) for plan, slots in plans]
+        found = [(plan, slots, self.layout_of(now.working(plan), slots)) for plan, slots in plans]
         served = {layout.models for *_, layout in found}
         searches = {models: search.served_by(models) for models in served}
         timed = [
@@ -100,7 +100,7 @@ class RecipePlacement:
             for plan, slots, layout in found
         ]
         if not any(times.step_s < float("inf") for *_, times in timed):
-            raise self._nothing(search, now.slots, [plan for plan, _ in plans])
+            raise self._nothing(search, now, [plan for plan, _ in plans])
         roles = roles_of(now.plan)
         for plan, slots, layout, times in timed:
             changed = sum(role != roles.get(slot) for slot, role in roles_of(plan).items())
@@ -169,7 +169,7 @@ class RecipePlacement:
                 continue
             yield replace(plan, train=base or plan.train, models=tuple(models.items()))
 
-    def _nothing(self, search: Search, slots: tuple[Slot, ...], plans: list[Plan]) -> NothingFits:
+    def _nothing(self, search: Search, now: Observation, plans: list[Plan]) -> NothingFits:
         if not plans:
             return NothingFits(
                 "recipe",
@@ -177,7 +177,7 @@ class RecipePlacement:
                 hint="libra run --dry-run recipe.yaml",
             )
         most = max(plans, key=lambda plan: (len(plan.train), -len(plan.gradient)))
-        layout = self.layout_of(most, slots)
+        layout = self.layout_of(now.working(most), now.slots)
         if not search.training.fits(layout.base_gpus):
             return search.training.refusal(layout.base_gpus)
         if lacking := search.training.lacking(layout.base_gpus, layout.workers):
@@ -185,6 +185,12 @@ class RecipePlacement:
                 "trainer memory",
                 f"{lacking}, and may use {search.profile.facts.usable_gib:.0f}",
                 hint="larger slots, or lower model.max_len or training.micro_batch_tokens",
+            )
+        if now.gone:
+            return NothingFits(
+                "hosts",
+                f"nothing can run without {', '.join(sorted(now.gone))}, whose host is given up",
+                hint="libra status shows the hosts; their slots are used again once they are back",
             )
         longest = search.workload.longest.context
         return NothingFits(

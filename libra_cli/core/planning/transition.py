@@ -109,26 +109,27 @@ def what_stays(
 ) -> Staying:
     """Return what works on while slots move to another plan, which knows these ``slots``."""
     known = {slot.id: slot for slot in (*now.slots, *slots)}
+    plan, then = now.working(now.plan), now.working(then)
     wanted = dict(then.servers)
     same = {
         slot: bucket
-        for slot, bucket in now.plan.servers
+        for slot, bucket in plan.servers
         if slot in wanted and wanted[slot].has_shape_of(bucket)
     }
-    workers = tuple(slot for slot in now.plan.gradient if slot in set(then.gradient))
-    kept = replace(now.plan, servers=tuple(same.items()), gradient=workers)
+    workers = tuple(slot for slot in plan.gradient if slot in set(then.gradient))
+    kept = replace(plan, servers=tuple(same.items()), gradient=workers)
     layout = layout_of(kept, now.slots)
-    today = _Devices.of(now.plan, known)
+    today = _Devices.of(plan, known)
     later = _Devices.of(then, known)
     ranks = max(1, len(today.core & later.core)) + sum(layout.workers)
     new = [(known.get(slot), bucket) for slot, bucket in then.servers if slot not in same]
     coming = [(_devices_of(slot), bucket.tensor_parallel) for slot, bucket in new]
-    last = () if same else _last_server(now.plan, known, coming, today.core)
+    last = () if same else _last_server(plan, known, coming, today.core)
     own = _devices_of(known.get(last[0][0])) if last else set()
     cut = (known.get(slot) for slot in then.gradient if slot not in workers)
     return Staying(
         replace(layout, training_gpus=ranks),
-        planned_buckets(replace(now.plan, servers=last)),
+        planned_buckets(replace(plan, servers=last)),
         core_waits=bool(own & later.core),
         workers_wait=bool(own & later.workers),
         replacing=frozenset(d for one, d in coming if not one & (today.core | today.workers)),
@@ -194,8 +195,8 @@ def change_cost_s(
     restarts = restarts and then.train != now.plan.train
     return moves_cost_s(
         search,
-        layout_of(now.plan, now.slots),
-        layout_of(then, slots),
+        layout_of(now.working(now.plan), now.slots),
+        layout_of(now.working(then), slots),
         what_stays(layout_of, now, then, slots),
         playing=now.workload,
         restart_s=search.profile.moves.resize_s if restarts else 0.0,

@@ -31,7 +31,7 @@ from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, least_regret
 from libra_cli.core.planning.transition import moves_between
 from libra_cli.core.planning.triggers import COOLDOWN
-from libra_cli.core.types import Plan, Pool, Slot
+from libra_cli.core.types import Plan, Pool, Role, Slot
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 
@@ -95,6 +95,21 @@ class Run:
             layouts.append(self.space.layout_of(self.plan, self.slots))
             decisions.append(decision)
         return layouts, decisions
+
+
+def test_a_server_of_a_node_that_is_given_up_is_not_counted_in_any_layout() -> None:
+    run, load = Run("libra", work(4000)), work(4000)
+    (slot, _), *_ = run.plan.servers
+    seen = Observation(5, run.plan, run.slots, load, pins=((slot, Role.ROLLOUT),))
+    search = search_of(load)
+    for gone in (frozenset[str](), frozenset({slot})):
+        now = replace(seen, gone=gone)
+        for one in run.space.candidates(search, now):
+            plan, slots = one.place()
+            counted = sum(one.layout.servers.values())
+            assert counted == len(plan.servers) - len(gone)
+            assert slot in dict(plan.servers)
+            assert plan.reasons[0] == str(run.space.layout_of(plan, slots))
 
 
 def test_where_memory_is_unknown_a_trainer_needs_the_ranks_that_run_and_a_worker_half_of_them() -> (

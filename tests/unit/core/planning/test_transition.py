@@ -139,6 +139,15 @@ def test_what_stays_are_servers_of_both_plans_and_ranks_of_both() -> None:
     assert (stays.layout.training_gpus, stays.layout.workers) == (6, (4,))
 
 
+def test_what_stays_on_a_node_that_is_given_up_does_not_work() -> None:
+    plan = Plan(SERVED, ("t",), gradient=("g", "h"))
+    now = Observation(1, plan, BEFORE, WORK, gone=frozenset({"b", "h"}))
+    stays = what_stays(SPACE.layout_of, now, replace(plan, gradient=("h",)), BEFORE)
+    assert stays.layout.servers == {2: 2}
+    assert (stays.layout.training_gpus, stays.layout.workers) == (2, ())
+    assert not stays.replacing, "nothing starts there either"
+
+
 def test_a_worker_that_is_cut_up_does_not_stay() -> None:
     left = slot("less", "m", (4, 5))
     stays = staying(Plan(SERVED, ("t",), gradient=("g", "less")), left)
