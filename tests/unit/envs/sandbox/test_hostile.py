@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from libra_cli.envs.sandbox.helper import place as module
 from libra_cli.envs.sandbox.helper.commands import FLOODED
-from libra_cli.envs.sandbox.helper.place import ALL_ENDED
+from libra_cli.envs.sandbox.helper.place import ALL_ENDED, InNamespaces
 from libra_cli.envs.sandbox.helper.system_calls import MACHINES, REFUSED
 from libra_cli.envs.sandbox.sandbox import Sandbox
+from libra_cli.envs.sandbox.spec import SandboxSpec
 from tests.sandboxes import needs_sandboxes, opened
 
 pytestmark = needs_sandboxes
@@ -25,6 +31,8 @@ while True:
     try: os.fork()
     except OSError: pass'"""
 HOST_FILE = "/etc/shadow"
+_SEIZE, _CONTINUE, _STOP_AT_EXIT = 0x4206, 7, 0x40
+"""Of ptrace."""
 
 
 @pytest.fixture
@@ -145,6 +153,46 @@ def test_a_sandbox_that_kills_itself_goes_on_with_its_files(sandbox: Sandbox) ->
     assert done.note in (ALL_ENDED, "")
     assert sandbox.read("kept") == b"1"
     assert shell.run("echo [$A]").stdout == "[]\n"
+
+
+@contextmanager
+def started() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def killed_and_not_gone(pid: int) -> Iterator[None]:
+    """Kill a child, which cannot end meanwhile, as one that waits for a processor."""
+    ptrace = ctypes.CDLL(None, use_errno=True).ptrace
+    ptrace.argtypes = [ctypes.c_long] * 4
+    if ptrace(_SEIZE, pid, 0, _STOP_AT_EXIT):
+        pytest.skip("no process may be traced here")
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSTOPPED(status)
+    try:
+        yield
+    finally:
+        ptrace(_CONTINUE, pid, 0, 0)
+
+
+def test_a_sandbox_has_ended_once_what_keeps_it_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a host at work that may go on for a while after all else has ended."""
+    place = InNamespaces(SandboxSpec(), "bwrap")
+    with started() as keeper, started() as init:
+        monkeypatch.setattr(module, "KEEPER", keeper.pid)
+        place._init = os.pidfd_open(init.pid)
+        assert place.settled()
+        assert init.poll() is None
+        with killed_and_not_gone(keeper.pid):
+            assert not place.settled()
+        assert init.wait(10.0) == -signal.SIGKILL
+        os.close(place._init)
 
 
 def test_rights_are_none_and_stay_none(shared: Sandbox) -> None:
