@@ -127,7 +127,7 @@ async def _connect_trainer(
     try:
         await trainer.adopt(
             a.StartTrainer(training.incarnation, training.slots, training.checkpoints.path),
-            version=training.step if works and training.publishing else None,
+            versions=range(training.published_step + 1, training.step + 1) if works else (),
             checkpoint=training.checkpoints.newest if writing else None,
         )
     except LibraError as error:

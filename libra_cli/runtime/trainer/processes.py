@@ -6,7 +6,16 @@ end of its log.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+import asyncio
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any, TypeAlias, assert_never
@@ -96,6 +105,8 @@ class TrainerProcesses:
             post=post,
         )
         self._background = Background()
+        #: Held by whoever waits for a version: they are told in the order in which they are asked.
+        self._versions = asyncio.Lock()
 
     @property
     def _trainer(self) -> TrainerConnection:
@@ -178,17 +189,17 @@ class TrainerProcesses:
         return trainer_processes(self._recipe, launch)
 
     async def adopt(
-        self, action: StartTrainer, *, version: int | None = None, checkpoint: int | None = None
+        self, action: StartTrainer, *, versions: Iterable[int], checkpoint: int | None
     ) -> None:
-        """Connect to a trainer that runs, and wait for the version and the checkpoint that it still
-        writes.
+        """Connect to a trainer that runs, and wait for the versions and the checkpoint that it
+        still writes, or whose news nobody has taken.
 
         Raises:
             HostError: its host cannot be reached.
         """
         specs = await self._launchers((), action)
         await self.processes.adopt(TRAINER, action.incarnation, specs)
-        if version is not None:
+        for version in versions:
             self._report(action.incarnation, self._published(action.incarnation, version))
         if checkpoint is not None:
             self._report(action.incarnation, self._written(action.incarnation, checkpoint))
@@ -227,7 +238,8 @@ class TrainerProcesses:
             self._post(event)
 
     async def _published(self, incarnation: int, step: int) -> Event:
-        published = await self._trainer.wait_published(step, patience_s=self._patience_s)
+        async with self._versions:  # the machine takes no version that is older than its last
+            published = await self._trainer.wait_published(step, patience_s=self._patience_s)
         return VersionPublished(incarnation, published)
 
     async def _written(self, incarnation: int, step: int) -> Event:

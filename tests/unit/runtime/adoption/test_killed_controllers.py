@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -19,6 +19,7 @@ from libra_cli.core.cluster.replica import Replica
 from libra_cli.core.cluster.trainer_life import TrainerState
 from libra_cli.core.launch.process import model_of, process_of, worker_of
 from libra_cli.core.rollout.active import Stage
+from libra_cli.core.types import WeightVersion
 from libra_cli.runtime.adopted_run import ended_before
 from libra_cli.runtime.adoption.memory import RunMemory
 from libra_cli.runtime.adoption.run_log import RunLog, replay
@@ -167,8 +168,10 @@ def _up(replicas: Any) -> list[Replica]:
 class FakeOwners:
     """Connects to everything. What the trainer still writes comes."""
 
-    def __init__(self, world: KilledWorld) -> None:
+    def __init__(self, world: World) -> None:
         self.world = world
+        self.asked: list[int] = []
+        """Versions."""
         self.servers = self.workers = SimpleNamespace(adopt=self.adopt)
         self.models = SimpleNamespace(begin=lambda action: None)
         self.trainer = SimpleNamespace(adopt=self.adopt_trainer)
@@ -177,11 +180,12 @@ class FakeOwners:
         return
 
     async def adopt_trainer(
-        self, action: a.StartTrainer, *, version: int | None, checkpoint: int | None
+        self, action: a.StartTrainer, *, versions: Iterable[int], checkpoint: int | None
     ) -> None:
         incarnation = action.incarnation
         assert incarnation == self.world.machine.training.incarnation
-        if version is not None:
+        for version in versions:
+            self.asked.append(version)
             published = self.world._publish(incarnation, version)
             self.world.later(e.VersionPublished(incarnation, published))
         if checkpoint is not None:
@@ -279,6 +283,24 @@ def test_a_run_that_had_ended_when_its_controller_was_killed_ends_with_the_next(
     end = ended_before(adoption, rows.append)
     assert end == world.end == a.End("finished", "")
     assert [(row.state, row.step) for row in rows] == [("finished", world.machine.training.step)]
+
+
+def test_every_version_that_was_not_told_of_is_asked_for():
+    world = scene()
+    training: Any = world.machine.training
+    world.until(lambda: training.step == 3)
+    training.published = replace(training.published, version=WeightVersion(1, 1))
+    owners: Any = FakeOwners(world)
+    connecting = connect(
+        world.machine,
+        RunMemory(),
+        servers=owners.servers,
+        workers=owners.workers,
+        models=owners.models,
+        trainer=owners.trainer,
+    )
+    assert asyncio.run(connecting) == []
+    assert owners.asked == [2, 3]
 
 
 @pytest.mark.parametrize(

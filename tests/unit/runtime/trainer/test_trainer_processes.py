@@ -54,6 +54,15 @@ class FakeTrainer:
         pass
 
 
+class SlowFirst(FakeTrainer):
+    """A connection that broke: what is asked of the first step is asked again, after the rest."""
+
+    async def wait_published(self, step: int, *, patience_s: float) -> e.PublishedVersion:
+        if step == 1:
+            await asyncio.sleep(0.05)
+        return version(step)
+
+
 class Scene:
     """A trainer on one host, and what is told of it, in order."""
 
@@ -112,6 +121,35 @@ def test_a_step_is_told_before_its_version_and_its_checkpoint() -> None:
             e.StepDone(1, 1),
             e.VersionPublished(1, version(1)),
             e.CheckpointSaved(1, 1, "/checkpoints/1"),
+        ]
+        await scene.trainer.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("adopted", [False, True])
+def test_versions_are_told_in_order_whichever_answer_comes_first(
+    monkeypatch: pytest.MonkeyPatch, adopted: bool
+) -> None:
+    """The machine would take the older one for one that it knows, and write no row of it."""
+    monkeypatch.setattr(module, "connect_trainer_with", lambda backend: SlowFirst)
+
+    async def story() -> None:
+        scene = Scene()
+        if adopted:
+            await scene.trainer.adopt(StartTrainer(1, ("n/0",), ""), versions=(1,), checkpoint=None)
+            scene.tell(None)
+        else:
+            await scene.perform(StartTrainer(1, ("n/0",), ""))
+            await scene.trainer.perform(Train(1, 1, (), None, WeightVersion(1, 0)))
+        await scene.perform(Train(1, 2, (), None, WeightVersion(1, 1)))
+        async with asyncio.timeout(TIMEOUT_S):
+            await scene.all_told.wait()
+        assert scene.told[1:] == [
+            e.StepDone(1, 2),
+            e.VersionPublished(1, version(1)),
+            e.VersionPublished(1, version(2)),
         ]
         await scene.trainer.close()
 
