@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from statistics import fmean
 
 from libra_cli.bench.bounds import ServerShape, least_makespan
 from libra_cli.bench.clairvoyance import TOLD, OraclePlanner, ScheduledLayouts
@@ -116,6 +117,19 @@ class Job:
         """Return these groups as the work of a step that a planner plans for."""
         longest = self.max_len
         return self._work(tuple(each.sample(longest) for group in groups for each in group))
+
+    @property
+    def lengths(self) -> dict[str, float]:
+        """The means of the work that the first plan knows, as ``planner.lengths`` of a recipe."""
+        samples = self.workload.samples
+        turns = max(1, round(fmean(one.turns for one in samples)))
+        return {
+            "generated": max(1.0, fmean(one.generated for one in samples)),
+            "prompt": round(fmean(one.prompt for one in samples)),
+            "observed": round(fmean(one.observed for one in samples)),
+            "turns": turns,
+            "tool_s": fmean(one.tool_s for one in samples) / max(1, turns - 1),
+        }
 
     @property
     def guessed(self) -> Workload:
@@ -311,6 +325,8 @@ def _planner_spec(job: Job) -> dict[str, object]:
     """libra looks as often as in a live run; a baseline is asked after every step."""
     if job.layout is not None or job.planner in STATIC:
         return {"kind": "fixed"}
+    if job.planner == "libra" and job.start is None:
+        return {"lengths": job.lengths}
     return {} if job.planner in ("libra", TOLD) else {"plan_interval": 1}
 
 

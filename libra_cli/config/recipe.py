@@ -475,8 +475,9 @@ class PlannerSpec(Section):
     """Recorded trajectories to begin with: a file, relative to the recipe, or the beginning of a
     shipped trace's name. Null: lengths."""
     lengths: LengthsSpec | None = None
-    """The lengths to begin with where there is no trace. Null: a
-    guess from the limits of rollout.
+    """The lengths to begin with where there is no trace; until the first steps' worth has been
+    trained they count like 32 trajectories. Null: a guess from the limits of rollout, which counts
+    for nothing once a trajectory has ended.
     """
     plan_interval: Positive = 10
     """Steps after which the planner plans again, if nothing triggered it before."""

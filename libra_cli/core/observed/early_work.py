@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import inf
 
+from libra_cli.config.recipe import LengthsSpec
 from libra_cli.core.costs.survival import TurnSurvival
-from libra_cli.core.workload import TrajectorySample
+from libra_cli.core.workload import TrajectorySample, Workload
+
+TOLD = 32
+"""Trajectories that the recipe's lengths count for until the first steps' worth is trained. Chosen:
+what the first 8 tell may be a third of the truth, and lengths told twice too short cost little."""
 
 
 class EarlyWork:
@@ -73,3 +78,12 @@ class EarlyWork:
             return inf
         ended = (one.turns for one in (*self.ended, *done))
         return TurnSurvival(ended, (one.turns for one in alive)).error
+
+    def toward(self, told: LengthsSpec | None, work: Workload, known: int) -> Workload:
+        """Return the work that ``known`` trajectories tell, weighed against the lengths that the
+        recipe has ``told``: those that end first are short however few turns they have.
+        """
+        if told is None or not self.filling:
+            return work
+        mean = (known * work.mean_generated + TOLD * told.generated) / (known + TOLD)
+        return work.stretched(mean / work.mean_generated)

@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from libra_cli.core.model_use import ModelUse, ModelUses
+from libra_cli.core.observed.early_work import TOLD
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.planning.triggers import OVERDUE
 from libra_cli.core.records import (
@@ -136,6 +137,25 @@ def test_in_the_first_steps_those_under_way_count_as_long_as_they_will_be() -> N
         observer.saw(sample_run.step_record(step, step * 10.0))
     assert observer.first_ended == 0
     assert {sample.turns for sample in observer.workload.samples} == {1}
+
+
+def test_what_the_recipe_says_of_lengths_counts_until_the_first_steps_are_trained() -> None:
+    recipe = world.recipe(
+        **ROOM,
+        training={"groups_per_step": 8, "max_staleness": 1},
+        planner={"lengths": {"generated": 30.0}},
+    )
+    observer = RunObserver(recipe)
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    for group in range(16):
+        observer.saw(replace(TURN, group_id=group))
+        observer.saw(replace(ENDED, group_id=group, turns=1, generated_tokens=10))
+    told = (16 * 10 + TOLD * 30) / (16 + TOLD)
+    assert observer.workload is not None
+    assert observer.workload.mean_generated == pytest.approx(told, abs=0.5)
+    for step in (1, 2):
+        observer.saw(sample_run.step_record(step, step * 10.0))
+    assert observer.workload.mean_generated == 10
 
 
 def played(group: int, turn: int, at: float, ended_at: float) -> TurnRecord:
