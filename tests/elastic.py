@@ -115,6 +115,7 @@ def scene(
     steps: int = 1000,
     kind: str = "fixed",
     sleep: bool = False,
+    make: type[Scene] = Scene,
     **training: Any,
 ) -> Scene:
     """All three servers serve, and the first step is done."""
@@ -123,7 +124,7 @@ def scene(
         for host in "ab"
     ]
     head = {"host": "c", "pool": "train", **({"gpus": 1} if gpus else {})}
-    world = Scene(
+    world = make(
         Random(0),
         recipe=recipe(
             run={"name": "world", "steps": steps},

@@ -11,7 +11,7 @@ no further back.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TypeAlias
 
 from libra_cli.config.recipe import Recipe
@@ -99,9 +99,9 @@ def _moves(reader: Reader) -> Iterator[Entry]:
 
 
 def _slots(reader: Reader) -> Iterator[Entry]:
-    """The states that the slots went through, with the GPUs that they have."""
+    """The states that the slots went through, and their GPUs, which are those of today."""
     rows = {row.slot: row for row in reader.rows(SlotRecord)}
     for state in reader.slot_history():
         now = rows.get(state.slot)
         if now is not None:
-            yield state.since, 1, replace(now, state=state.state, since=state.since)
+            yield state.since, 1, replace(now, **asdict(state))

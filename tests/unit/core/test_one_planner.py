@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -17,6 +19,7 @@ from libra_cli.app.rebalance.observation import observation_of_run
 from libra_cli.config.recipe import Recipe
 from libra_cli.core import actions as a
 from libra_cli.core import events as e
+from libra_cli.core.cluster.replica import ReplicaState
 from libra_cli.core.costs.profile import Profile
 from libra_cli.core.evidence import Recalibration
 from libra_cli.core.launch.placement import initial_plan, slots_of
@@ -31,13 +34,14 @@ from libra_cli.core.types import Plan, Role
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.plugins.finding import find
 from libra_cli.runtime.performer import Performer
+from libra_cli.runtime.store import journal as journal_module
 from libra_cli.runtime.store.journal import Journal
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.virtual_time import VirtualTime
 from libra_cli.sim.world import SimPlanner
-from tests import sample_run, sim_scene, world
+from tests import elastic, sample_run, sim_scene, world
 from tests.research import judge_slots
 from tests.world import machine_of
 
@@ -268,6 +272,55 @@ def test_a_run_that_goes_on_has_forgotten_nothing(tmp_path: Path) -> None:
     with Reader(tmp_path) as reader:
         dry = observation_of_run(reader, before.recipe, live=True)
     assert dry.recalibration is again.controller.recalibration is None
+
+
+@dataclass
+class KeptScene(elastic.Scene):
+    """A world whose rows go into a database as they are written, by its own clock."""
+
+    journal: Journal | None = None
+
+    def _perform(self, action: a.Action) -> None:
+        super()._perform(action)
+        if self.journal is not None and isinstance(action, a.Save):
+            self.journal.save(action.record)
+
+
+def kept_scene(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> KeptScene:
+    run = elastic.scene(make=KeptScene)
+    assert isinstance(run, KeptScene)
+    clock = SimpleNamespace(time=lambda: run.now, monotonic=time.monotonic)
+    monkeypatch.setattr(journal_module, "time", clock)
+    for record in run.records:
+        journal.save(record)
+    run.journal = journal
+    return run
+
+
+def test_a_database_tells_when_a_host_was_given_up_and_was_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def assert_measured(steps: int) -> None:
+        journal.flush()
+        with Reader(tmp_path) as reader:
+            dry = observation_of_run(reader, run.recipe, live=True)
+        own = run.machine.observe()
+        assert own is not None
+        assert len(dry.measured) == len(own.measured) == steps
+
+    with Journal(tmp_path) as journal:
+        run = kept_scene(journal, monkeypatch)
+        run.steps_on(3)
+        run.give(e.NodeLost("b", "cable"))
+        assert_measured(3)
+        run.give(e.NodeGone("b", "its lease has run out"))
+        assert_measured(0)
+        run.steps_on(3)
+        assert_measured(3)
+        run.give(e.NodeBack("b", frozenset()))
+        server = run.machine.servers.replicas["b/0"]
+        run.until(lambda: server.state is ReplicaState.SERVING)
+        assert_measured(0)
 
 
 def test_the_time_in_which_a_run_did_not_run_is_in_no_step() -> None:
