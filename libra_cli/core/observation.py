@@ -54,7 +54,7 @@ class Observation:
     """The state of a run after a step.
 
     ``plan`` is what the run has or is on its way to; ``slots`` are all that it knows. ``pins`` hold
-    slots in a role; on those that are ``gone`` nothing works, since their node is given up.
+    slots in a role; on nodes that are ``gone``, since they are given up, nothing works or starts.
     ``workload`` are the newest finished trajectories; ``measured`` the newest
     steps under this plan, ``lengths`` the mean generated tokens of the newest steps, oldest first.
     ``recalibration`` is the one under which today's plan was chosen; None for the first plan.
@@ -80,18 +80,19 @@ class Observation:
     predictions: tuple[PastPrediction, ...] = ()
     sync_s: Seconds = 0.0
     staleness: BoundEvidence | None = None
-    gone: frozenset[SlotId] = frozenset()
+    gone: frozenset[str] = frozenset()
 
     def working(self, plan: Plan) -> Plan:
-        """Return what works of a plan: servers and gradient workers on slots that are not ``gone``;
+        """Return what works of a plan: servers and gradient workers on nodes that are not ``gone``;
         ranks of the base group wait for theirs."""
-        if not self.gone:
+        away = {slot.id for slot in self.slots if slot.node in self.gone}
+        if not away:
             return plan
         return replace(
             plan,
-            servers=tuple(one for one in plan.servers if one[0] not in self.gone),
-            gradient=tuple(slot for slot in plan.gradient if slot not in self.gone),
-            models=tuple(one for one in plan.models if one[0] not in self.gone),
+            servers=tuple(one for one in plan.servers if one[0] not in away),
+            gradient=tuple(slot for slot in plan.gradient if slot not in away),
+            models=tuple(one for one in plan.models if one[0] not in away),
         )
 
     @property

@@ -14,8 +14,11 @@ from libra_cli.core.evidence import Recalibration
 from libra_cli.core.launch.placement import initial_plan
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.controller import plan_of_record
+from libra_cli.core.reconcile.desired_state import DesiredState
 from libra_cli.core.records import DecisionRecord, PlanRecord
 from libra_cli.core.run.observer import RunObserver
+from libra_cli.core.run.state import Phase
+from libra_cli.core.types import Plan, Role, Slot, SlotId
 from libra_cli.runtime.store.reader import Reader
 from libra_cli.runtime.store.replay import records_in_order, slots_of_plan
 
@@ -37,22 +40,38 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
             f"{reader.run_dir}: no trajectory has finished yet, so its work is not known",
             hint="try again later, or: libra rebalance RECIPE.yaml --dry-run --trace FILE",
         )
-    plans, step = reader.plans(), reader.run().step
+    plans, run = reader.plans(), reader.run()
     plan = plan_of_record(plans[-1]) if plans else initial_plan(recipe)
+    slots = slots_of_plan(reader, recipe, plan)
+    gone = _given_up(reader) if live and run.state == Phase.RUNNING else frozenset[str]()
     return Observation(
-        step=step,
+        step=run.step,
         plan=plan,
-        slots=slots_of_plan(reader, recipe, plan),
+        slots=slots,
+        pins=_as_they_are(plan, [slot for slot in slots if slot.node in gone]),
         workload=workload,
         measured=observer.measured,
         lengths=observer.lengths,
         evidence=observer.evidence,
         recalibration=_recalibration(plans, reader.rows(DecisionRecord)),
-        steps_left=recipe.run.steps - step if live else recipe.run.steps,
+        steps_left=recipe.run.steps - run.step if live else recipe.run.steps,
         predictions=observer.predictions,
         sync_s=observer.sync_s,
         staleness=observer.staleness,
+        gone=gone,
     )
+
+
+def _given_up(reader: Reader) -> frozenset[str]:
+    """The nodes of a run under way that are given up and not ready again."""
+    return frozenset(row.node for row in reader.nodes() if row.state in ("failed", "connecting"))
+
+
+def _as_they_are(plan: Plan, slots: Sequence[Slot]) -> tuple[tuple[SlotId, Role], ...]:
+    """Return those of the slots that do something by the plan, pinned to that."""
+    wanted = DesiredState(plan, slots)
+    roles = ((slot.id, wanted.role_of(slot.id)) for slot in slots)
+    return tuple((slot, role) for slot, role in roles if role is not Role.IDLE)
 
 
 def _recalibration(

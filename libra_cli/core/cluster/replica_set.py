@@ -152,6 +152,11 @@ class ReplicaSet(ABC):
         return slot.node in self._gone
 
     @property
+    def nodes_given_up(self) -> frozenset[str]:
+        """The nodes that are given up and not back."""
+        return frozenset(self._gone)
+
+    @property
     def stopped(self) -> bool:
         """Whether every process of the set is verified gone."""
         return not any(replica.up for replica in self.replicas.values())

@@ -189,7 +189,7 @@ class RecipePlacement:
         if now.gone:
             return NothingFits(
                 "hosts",
-                f"nothing can run without {', '.join(sorted(now.gone))}, whose host is given up",
+                f"nothing can run without hosts that are given up: {', '.join(sorted(now.gone))}",
                 hint="libra status shows the hosts; their slots are used again once they are back",
             )
         longest = search.workload.longest.context

@@ -120,5 +120,5 @@ class RunWatch:
             predictions=self._observer.predictions,
             sync_s=self._observer.sync_s,
             staleness=self._observer.staleness,
-            gone=frozenset(slot.id for slot in parts.reconciler.given_up),
+            gone=parts.servers.nodes_given_up,
         )

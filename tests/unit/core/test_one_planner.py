@@ -26,7 +26,7 @@ from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.controller import record_of_plan
 from libra_cli.core.planning.planner import Planner, answer
-from libra_cli.core.records import PlanRecord
+from libra_cli.core.records import NodeRecord, PlanRecord
 from libra_cli.core.run.observer import RunObserver
 from libra_cli.core.run.state import Resume, RunIdentity
 from libra_cli.core.scheduling.policy import POLICIES
@@ -321,6 +321,31 @@ def test_a_database_tells_when_a_host_was_given_up_and_was_back(
         server = run.machine.servers.replicas["b/0"]
         run.until(lambda: server.state is ReplicaState.SERVING)
         assert_measured(0)
+
+
+def test_a_dry_run_knows_the_hosts_that_are_given_up_and_holds_their_slots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def host_b(state: str, *, live: bool = True) -> Observation:
+        journal.save(NodeRecord("b", "b", state, run.now, "", ""))
+        journal.flush()
+        with Reader(tmp_path) as reader:
+            return observation_of_run(reader, run.recipe, live=live)
+
+    with Journal(tmp_path) as journal:
+        run = kept_scene(journal, monkeypatch)
+        run.give(e.NodeLost("b", "cable"))
+        assert host_b("unreachable").gone == set()
+        run.give(e.NodeGone("b", "its lease has run out"))
+        own = run.machine.observe()
+        assert own is not None
+        for state in ("failed", "connecting"):
+            dry = host_b(state)
+            assert dry.gone == own.gone == {"b"}
+            assert dry.pins == own.pins
+            assert dry.working(dry.plan).servers == own.working(own.plan).servers
+        assert host_b("failed", live=False).gone == set(), "it would have to be there"
+        assert host_b("ready").gone == set()
 
 
 def test_the_time_in_which_a_run_did_not_run_is_in_no_step() -> None:

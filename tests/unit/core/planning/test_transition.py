@@ -141,8 +141,9 @@ def test_what_stays_are_servers_of_both_plans_and_ranks_of_both() -> None:
 
 def test_what_stays_on_a_node_that_is_given_up_does_not_work() -> None:
     plan = Plan(SERVED, ("t",), gradient=("g", "h"))
-    now = Observation(1, plan, BEFORE, WORK, gone=frozenset({"b", "h"}))
-    stays = what_stays(SPACE.layout_of, now, replace(plan, gradient=("h",)), BEFORE)
+    slots = tuple(replace(one, node="k") if one.id in ("b", "h") else one for one in BEFORE)
+    now = Observation(1, plan, slots, WORK, gone=frozenset({"k"}))
+    stays = what_stays(SPACE.layout_of, now, replace(plan, gradient=("h",)), slots)
     assert stays.layout.servers == {2: 2}
     assert (stays.layout.training_gpus, stays.layout.workers) == (2, ())
     assert not stays.replacing, "nothing starts there either"
