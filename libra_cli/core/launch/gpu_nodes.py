@@ -54,6 +54,16 @@ class GpuNodes:
         """The node of the trainer's first rank: the last of the largest."""
         return max(reversed(self.nodes), key=lambda node: node[1])[0]
 
+    def without(self, names: Collection[str]) -> GpuNodes:
+        """Return the other nodes."""
+        return GpuNodes(tuple(node for node in self.nodes if node[0] not in names))
+
+    def rest(self, taken: Iterable[Slot]) -> list[Slot]:
+        """Return a slot of what is not taken of each node."""
+        held = gpus_of(taken)
+        free = [gpu for node in self.nodes for gpu in _gpus_of(node) if gpu not in held]
+        return _of_nodes(free, Pool.HYBRID, WORKER)
+
     # -- the trainer's base group ---------------------------------------------------------------
 
     def base(self, least: int, most: int) -> tuple[Slot, ...]:
@@ -128,15 +138,13 @@ class GpuNodes:
         return sorted(kept, key=lambda slot: (len(slot.gpus), order[slot.node], slot.gpus))
 
     def workers(
-        self, taken: Iterable[Slot], before: Iterable[Slot], *, least: int = 1
+        self, taken: Sequence[Slot], before: Iterable[Slot], *, least: int = 1
     ) -> list[Slot]:
         """Gradient workers on what is not taken: those of ``before`` whose GPUs are still free,
         and one on the rest of each node that has ``least`` or more."""
         held = gpus_of(taken)
         kept = [slot for slot in before if held.isdisjoint(gpus_of([slot]))]
-        held |= gpus_of(kept)
-        free = [gpu for node in self.nodes for gpu in _gpus_of(node) if gpu not in held]
-        more = _of_nodes(free, Pool.HYBRID, WORKER)
+        more = self.rest((*taken, *kept))
         return kept + [slot for slot in more if len(slot.gpus) >= least]
 
     def _runs(self, degree: int, held: set[Gpu]) -> Iterator[tuple[str, range]]:

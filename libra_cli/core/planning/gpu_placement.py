@@ -9,8 +9,9 @@ each node; or as many as pay, since a gradient worker has versions to load and g
 restart, it is made anew.
 
 Guarantee: no GPU has two tenants; servers that keep their shape stay, and pinned slots keep their
-roles. On open nodes every trainer and worker has the memory that the prices ask for. Limit:
-a worker stops when one of its GPUs is needed for a server.
+roles; on nodes that are given up there is nothing else. On open nodes every trainer and worker has
+the memory that the prices ask for. Limit: a worker stops when one of its GPUs is needed for a
+server.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from libra_cli.core.costs.profile import NothingFits, Profile
-from libra_cli.core.launch.gpu_nodes import GpuNodes, is_worker
+from libra_cli.core.launch.gpu_nodes import GpuNodes, gpus_of, is_worker
 from libra_cli.core.observation import Observation
-from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
+from libra_cli.core.planning.planner import Candidate, SlotMove, lacks_hosts, roles_of
 from libra_cli.core.planning.rollout_table import PlannedBucket, planned_buckets
 from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.training_table import TrainingTable
@@ -58,18 +59,23 @@ class TrainerNeeds:
 
 @dataclass(frozen=True, slots=True)
 class PinnedSlots:
-    """Slots that a user holds to their roles: names of servers, and gradient workers."""
+    """Slots that are held to their roles: names of servers, and gradient workers; and the GPUs
+    of nodes that are ``gone`` on which nothing is held, which are ``idle``."""
 
     servers: frozenset[SlotId] = frozenset()
     workers: tuple[Slot, ...] = ()
+    idle: tuple[Slot, ...] = ()
+    gone: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, now: Observation) -> PinnedSlots:
+    def of(cls, now: Observation, grid: GpuNodes) -> PinnedSlots:
         """Return the slots that a run pins; those of the trainer never move."""
         pins = dict(now.pins)
-        held = frozenset(slot for slot, role in now.pins if role is Role.ROLLOUT)
+        servers = frozenset(slot for slot, role in now.pins if role is Role.ROLLOUT)
         workers = (slot for slot in now.slots if pins.get(slot.id) is Role.GRADIENT)
-        return cls(held, tuple(workers))
+        rest = grid.rest(slot for slot in now.slots if slot.id in pins)
+        idle = (slot for slot in rest if slot.node in now.gone)
+        return cls(servers, tuple(workers), tuple(idle), now.gone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +140,8 @@ class GpuPlacement:
         found = [layout for layout, _ in search.layouts()]
         tried = (self._beside_what_fits(today, search.training), *found)
         offered = list(self._on_nodes(search, now, today, tried))
+        if not offered and now.gone:
+            raise lacks_hosts(now)
         if not offered:
             raise NothingFits(
                 "nodes",
@@ -150,7 +158,7 @@ class GpuPlacement:
         They are tried in the order of their best times, until no better one can come: GPUs that a
         node has no room for never make training faster.
         """
-        needs = self._needs(search, now)
+        needs, pinned = self._needs(search, now), PinnedSlots.of(now, self._grid)
         before = now.slots if self.elastic else ()
         working = self.layout_of(now.working(now.plan), now.slots)
         least_s, offered = float("inf"), 0
@@ -158,7 +166,7 @@ class GpuPlacement:
             best_s = search.times(layout).step_s
             if offered >= OFFERED and best_s > least_s * (1 + self.tolerance):
                 return
-            for plan, slots in self._placements(layout, before, PinnedSlots.of(now), needs):
+            for plan, slots in self._placements(layout, before, pinned, needs):
                 if not _keeps(now, plan):
                     continue
                 real = self.layout_of(now.working(plan), slots)
@@ -166,7 +174,7 @@ class GpuPlacement:
                 least_s, offered = min(least_s, times.step_s), offered + 1
                 resized = plan.train != now.plan.train
                 far = (resized, moves.gpus, moves.number) if self.elastic else ()
-                reasons = self._reasons(self.layout_of(plan, slots), needs.unpaid)
+                reasons = self._reasons(self.layout_of(plan, slots), needs.unpaid, pinned.idle)
                 place = partial(_placed, replace(plan, reasons=reasons), slots)
                 yield Candidate(real, times, far, place)
 
@@ -199,11 +207,13 @@ class GpuPlacement:
         ranks = sum(len(slot.gpus) for slot in now.slots if slot.id in now.plan.train)
         return TrainerNeeds(ranks, -(-ranks // 2))  # half the bytes, see WORKER_BYTES
 
-    def _reasons(self, layout: Layout, unpaid: str) -> tuple[str, ...]:
-        idle = self.gpus - layout.rollout_gpus - layout.training_gpus
+    def _reasons(self, layout: Layout, unpaid: str, gone: Sequence[Slot]) -> tuple[str, ...]:
+        away = len(gpus_of(gone))
+        idle = self.gpus - layout.rollout_gpus - layout.training_gpus - away
         why = unpaid or "no server and no worker fits there"
         left = (f"{idle} GPUs are left over: {why}",) if idle else ()
-        return (str(layout), *left)
+        lost = (f"{away} GPUs are left over: their host is given up",) if away else ()
+        return (str(layout), *left, *lost)
 
     def place(
         self, layout: Layout, before: Sequence[Slot] = (), needs: TrainerNeeds | None = None
@@ -230,7 +240,10 @@ class GpuPlacement:
     ) -> Iterator[tuple[Plan, tuple[Slot, ...]]]:
         """Ways to place the layout: of the base groups of a kind, the one that leaves the fewest
         GPUs without work. None where it does not stand."""
-        for bases in self._bases(before, self.gpus - layout.rollout_gpus, needs):
+        space = self._without(pinned.gone)
+        if not space._grid.nodes:
+            return
+        for bases in space._bases(before, self.gpus - layout.rollout_gpus, needs):
             found = [self._beside(base, layout, before, pinned, needs) for base in bases]
             stand = [placed for placed in found if placed is not None]
             if stand:
@@ -244,14 +257,15 @@ class GpuPlacement:
         pinned: PinnedSlots,
         needs: TrainerNeeds,
     ) -> tuple[Plan, tuple[Slot, ...]] | None:
-        grid, fixed = self._grid, (*base, *pinned.workers)
+        grid, fixed = self._grid, (*base, *pinned.workers, *pinned.idle)
         if not grid.has_room(layout.servers, fixed):
             return None
         hybrid = [s for s in before if s.pool is Pool.HYBRID and s not in pinned.workers]
         serving = [slot for slot in hybrid if not is_worker(slot)]
         servers = grid.servers(layout.servers, fixed, serving, pinned.servers)
         staying = [slot for slot in hybrid if is_worker(slot) and needs.holds_worker(slot)]
-        workers = grid.workers((*servers, *base), [*pinned.workers, *staying], least=needs.worker)
+        taken = (*servers, *base, *pinned.idle)
+        workers = grid.workers(taken, [*pinned.workers, *staying], least=needs.worker)
         by_degree = _buckets(layout, self.max_len)
         plan = Plan(
             servers=tuple((slot.id, by_degree[len(slot.gpus)]) for slot in servers),
@@ -260,6 +274,10 @@ class GpuPlacement:
             reasons=(str(layout),),
         )
         return plan, (*servers, *workers, *base)
+
+    def _without(self, gone: frozenset[str]) -> GpuPlacement:
+        """Return the space of the recipe's other nodes, on which a new base group may be."""
+        return self if self.nodes is None else replace(self, nodes=self.nodes.without(gone))
 
     @property
     def _grid(self) -> GpuNodes:

@@ -434,6 +434,15 @@ def _option(layout: Layout, times: Times) -> PlanOption:
     return PlanOption(str(layout), times.rollout_s, times.train_s, times.step_s)
 
 
+def lacks_hosts(now: Observation) -> NothingFits:
+    """Return the error that nothing can run without the nodes that are given up."""
+    return NothingFits(
+        "hosts",
+        f"nothing can run without hosts that are given up: {', '.join(sorted(now.gone))}",
+        hint="libra status shows the hosts; their slots are used again once they are back",
+    )
+
+
 def roles_of(plan: Plan) -> dict[SlotId, str]:
     """Return the role of each slot of the plan: the name of a bucket or of a frozen model,
     ``train`` or ``gradient``."""

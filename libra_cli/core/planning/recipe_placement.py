@@ -31,7 +31,7 @@ from libra_cli.core.launch.placement import PlanError, plan_with, slots_of
 from libra_cli.core.launch.shares import serving_when_idle
 from libra_cli.core.observation import Observation
 from libra_cli.core.planning.idle_servers import idle_servers
-from libra_cli.core.planning.planner import Candidate, SlotMove, roles_of
+from libra_cli.core.planning.planner import Candidate, SlotMove, lacks_hosts, roles_of
 from libra_cli.core.planning.rollout_table import planned_buckets
 from libra_cli.core.planning.search import Layout, Search
 from libra_cli.core.planning.transition import change_cost_s
@@ -187,11 +187,7 @@ class RecipePlacement:
                 hint="larger slots, or lower model.max_len or training.micro_batch_tokens",
             )
         if now.gone:
-            return NothingFits(
-                "hosts",
-                f"nothing can run without hosts that are given up: {', '.join(sorted(now.gone))}",
-                hint="libra status shows the hosts; their slots are used again once they are back",
-            )
+            return lacks_hosts(now)
         longest = search.workload.longest.context
         return NothingFits(
             "KV cache",

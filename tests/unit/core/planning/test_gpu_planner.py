@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from libra_cli.core.costs.observed import UNCHECKED_GIB
-from libra_cli.core.costs.profile import Profile
-from libra_cli.core.launch.gpu_nodes import gpus_of
+from libra_cli.core.costs.profile import NothingFits, Profile
+from libra_cli.core.launch.gpu_nodes import GpuNodes, gpus_of
 from libra_cli.core.observation import MeasuredStep, Observation
 from libra_cli.core.planning.admission import Admission
 from libra_cli.core.planning.baselines import (
@@ -31,7 +31,7 @@ from libra_cli.core.planning.rollout_table import PlannedBucket
 from libra_cli.core.planning.search import Layout, PlannerSettings, Search, least_regret
 from libra_cli.core.planning.transition import moves_between
 from libra_cli.core.planning.triggers import COOLDOWN
-from libra_cli.core.types import Plan, Pool, Role, Slot, node_of
+from libra_cli.core.types import Bucket, Plan, Pool, Role, Slot, node_of
 from libra_cli.core.workload import TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 
@@ -111,6 +111,50 @@ def test_a_server_of_a_node_that_is_given_up_is_not_counted_in_any_layout() -> N
             assert counted == len(plan.servers) - len(away) * len(gone)
             assert away <= dict(plan.servers).keys()
             assert plan.reasons[0] == str(run.space.layout_of(plan, slots))
+
+
+def on_three_hosts() -> tuple[GpuPlacement, Observation]:
+    """The trainer has the last host, the first serves, and of the second half of the GPUs do."""
+    nodes = GpuNodes((("a", 8), ("b", 8), ("c", 8)))
+    space = GpuPlacement.on(nodes, max_len=38_000, min_rollout=1, elastic=True)
+    servers = [
+        Slot(f"{node}/{gpu}x2", node, (gpu, gpu + 1), Pool.HYBRID)
+        for node, gpu in (("a", 0), ("a", 2), ("a", 4), ("a", 6), ("b", 0), ("b", 2))
+    ]
+    base = Slot("c/base", "c", tuple(range(8)), Pool.TRAIN)
+    bucket = Bucket("TP2", 2, 128, 38_000)
+    plan = Plan(tuple((slot.id, bucket) for slot in servers), (base.id,))
+    return space, Observation(5, plan, (*servers, base), work(9000))
+
+
+def test_on_a_host_that_is_given_up_only_what_was_there_is_planned_until_it_is_back() -> None:
+    space, seen = on_three_hosts()
+    pins = tuple((slot.id, Role.ROLLOUT) for slot in seen.slots if slot.node == "b")
+    away = replace(seen, pins=pins, gone=frozenset({"b"}))
+    for now, gpus in ((away, 4), (seen, 8)):
+        search = Search(PROFILE, now.workload, space.gpus, SETTINGS)
+        placed = [one.place() for one in space.candidates(search, now)]
+        used = set[tuple[str, int]]().union(*(tenants(*one) for one in placed))
+        assert {gpu for node, gpu in used if node == "b"} == set(range(gpus))
+        told = placed[0][0].reasons
+        assert ("4 GPUs are left over: their host is given up" in told) == (now is away)
+
+
+def test_a_new_base_group_stands_on_no_host_that_is_given_up() -> None:
+    space, seen = on_three_hosts()
+    pinned = PinnedSlots.of(replace(seen, gone=frozenset({"c"})), GpuNodes((("c", 8),)))
+    needs = TrainerNeeds(8)
+    layout = Layout((PlannedBucket(2, 4, 38_000, 128),), 16)
+    for gone, node in ((pinned, "b"), (PinnedSlots(), "c")):
+        (plan, _), *_ = space._placements(layout, (), gone, needs)
+        assert [node_of(slot) for slot in plan.train] == [node]
+
+
+def test_where_every_host_is_given_up_they_are_named() -> None:
+    space, seen = on_three_hosts()
+    search = Search(PROFILE, seen.workload, space.gpus, SETTINGS)
+    with pytest.raises(NothingFits, match="without hosts that are given up: a, b, c"):
+        list(space.candidates(search, replace(seen, gone=frozenset("abc"))))
 
 
 def test_where_memory_is_unknown_a_trainer_needs_the_ranks_that_run_and_a_worker_half_of_them() -> (
