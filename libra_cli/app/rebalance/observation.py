@@ -26,7 +26,8 @@ from libra_cli.runtime.store.replay import records_in_order, slots_of_plan
 def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observation:
     """What the planner of a run may know now, or at its end.
 
-    An ended run is judged as if it began again: all its steps are to come.
+    An ended run is judged as if it began again: all its steps are to come, on all its hosts, of
+    which steps without some are no measure.
 
     Raises:
         WrongRun: no trajectory has finished yet.
@@ -50,7 +51,7 @@ def observation_of_run(reader: Reader, recipe: Recipe, *, live: bool) -> Observa
         slots=slots,
         pins=_as_they_are(plan, [slot for slot in slots if slot.node in gone]),
         workload=workload,
-        measured=observer.measured,
+        measured=observer.measured if live or not observer.lacks_slots else (),
         lengths=observer.lengths,
         evidence=observer.evidence,
         recalibration=_recalibration(plans, reader.rows(DecisionRecord)),

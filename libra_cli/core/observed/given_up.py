@@ -17,6 +17,10 @@ class SlotsGivenUp:
         self._incarnations: dict[SlotId, int] = {}
         self._slots: set[SlotId] = set()
 
+    def __bool__(self) -> bool:
+        """Whether some are given up now."""
+        return bool(self._slots)
+
     def slot(self, row: SlotRecord) -> bool:
         """Take in a slot's row; returns whether by it a slot has been given up, or works again."""
         before = self._incarnations.get(row.slot, row.incarnation)

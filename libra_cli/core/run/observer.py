@@ -283,6 +283,11 @@ class RunObserver:
         return tuple(self._measured)[-(self._history.since or RECENT) :]
 
     @property
+    def lacks_slots(self) -> bool:
+        """Whether slots were given up with their host and have not worked since."""
+        return bool(self._given_up)
+
+    @property
     def lengths(self) -> tuple[float, ...]:
         """Mean generated tokens of the newest steps, oldest first; none where the next one is
         ``overdue``."""
@@ -402,6 +407,7 @@ class RunObserver:
         self._asked.new_plan()
         if row.cause == "start":  # also of a run that goes on: nothing is in play
             self._began_at = row.at
+            self._given_up = SlotsGivenUp()  # it has begun on all its hosts
             self._asked.begin()
             self._steps, self._ended_at = 0, None
             self._in_play.begin(now=row.at)

@@ -323,6 +323,37 @@ def test_a_database_tells_when_a_host_was_given_up_and_was_back(
         assert_measured(0)
 
 
+def test_an_ended_run_is_measured_by_no_step_without_a_host_that_it_would_have_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*, live: bool) -> int:
+        journal.flush()
+        with Reader(tmp_path) as reader:
+            return len(observation_of_run(reader, run.recipe, live=live).measured)
+
+    with Journal(tmp_path) as journal:
+        run = kept_scene(journal, monkeypatch)
+        run.steps_on(3)
+        assert measured(live=False) == 3
+        run.give(e.NodeLost("b", "cable"))
+        run.give(e.NodeGone("b", "its lease has run out"))
+        run.steps_on(3)
+        assert (measured(live=True), measured(live=False)) == (3, 0)
+        observer, again = (
+            RunObserver(run.recipe),
+            record_of_plan(9, run.plan, run.now, "start", None),
+        )
+        for rows, lacks in ((run.records, True), ([again], False)):
+            for row in rows:
+                observer.saw(row)
+            assert observer.lacks_slots == lacks, "a run that goes on begins on all its hosts"
+        run.give(e.NodeBack("b", frozenset()))
+        servers = run.machine.servers.replicas.values()
+        run.until(lambda: all(one.state is ReplicaState.SERVING for one in servers))
+        run.steps_on(3)
+        assert measured(live=False) == 3
+
+
 def test_a_dry_run_knows_the_hosts_that_are_given_up_and_holds_their_slots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
