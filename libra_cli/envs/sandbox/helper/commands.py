@@ -134,6 +134,7 @@ def run(
     drain(running)
     code = running.exit_code()
     if not place.settled():
+        place.wait_ended()
         notes.append(ALL_ENDED)
     stdout, stderr = out.taken(), err.taken()
     reply = CommandReply(

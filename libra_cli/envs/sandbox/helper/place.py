@@ -87,9 +87,9 @@ class Enclosure(Protocol):
         """Wait until every process of it is gone."""
 
     def settled(self) -> bool:
-        """Say whether it goes on; if something in it has ended it, wait until all of it is gone.
+        """Say whether it goes on; if something in it has ended it, kill the rest of it.
 
-        This process has entered it.
+        This process has entered it. Whoever waits for the end reaps its own children first.
         """
 
     def pack(self, file: int) -> None:
@@ -240,7 +240,6 @@ class InNamespaces:
         if not _is_killed(KEEPER) and not self.ended:
             return True
         self.end_processes()
-        self.wait_ended()
         return False
 
     def pack(self, file: int) -> None:

@@ -100,6 +100,8 @@ class _Shell:
         stdout = output.taken()
         if not self._place.settled():
             self.ended = True
+            running.exit_code()  # the sandbox's end waits for that of its last process
+            self._place.wait_ended()
             notes.append(ALL_ENDED)
         note = "; ".join(notes)
         reply = CommandReply(

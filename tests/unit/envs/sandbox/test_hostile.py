@@ -17,7 +17,7 @@ import pytest
 
 from libra_cli.envs.sandbox.helper import place as module
 from libra_cli.envs.sandbox.helper.commands import FLOODED
-from libra_cli.envs.sandbox.helper.place import ALL_ENDED, InNamespaces
+from libra_cli.envs.sandbox.helper.place import ALL_ENDED, OPEN_S, InNamespaces
 from libra_cli.envs.sandbox.helper.system_calls import MACHINES, REFUSED
 from libra_cli.envs.sandbox.sandbox import Sandbox
 from libra_cli.envs.sandbox.spec import SandboxSpec
@@ -153,6 +153,17 @@ def test_a_sandbox_that_kills_itself_goes_on_with_its_files(sandbox: Sandbox) ->
     assert done.note in (ALL_ENDED, "")
     assert sandbox.read("kept") == b"1"
     assert shell.run("echo [$A]").stdout == "[]\n"
+
+
+@pytest.mark.parametrize("kill", ["kill -9 -1", "kill -9 2"])
+def test_a_shell_that_kills_its_sandbox_and_lives_is_answered_at_once(
+    sandbox: Sandbox, kill: str
+) -> None:
+    """The sandbox ends once its shell is reaped, by the process that waits for that end."""
+    shell, began = sandbox.shell(), time.monotonic()
+    done = shell.run(kill)
+    assert time.monotonic() - began < OPEN_S / 2
+    assert done.note == ALL_ENDED
 
 
 @contextmanager
