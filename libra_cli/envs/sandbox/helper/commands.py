@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from libra_cli.envs.sandbox.helper import kernel, processes
-from libra_cli.envs.sandbox.helper.place import ALL_ENDED, Enclosure
+from libra_cli.envs.sandbox.helper.place import ALL_ENDED, Enclosure, PlaceEnded
 
 FLOOD_BYTES = 64 << 20
 """A command that writes more than this is ended; somebody must read all of it."""
@@ -120,7 +120,7 @@ def run(
     proc = enter(place)
     out, err = Output(limits.output_bytes), Output(limits.output_bytes)
     try:
-        running = start(proc, order(place, told), out, err)
+        running = start(place, proc, order(place, told), out, err)
     except OSError as error:
         said = f"{error.filename}: {error.strerror}\n".encode(errors="replace")
         return asdict(CommandReply(_NOT_FOUND, 0)), said
@@ -172,13 +172,14 @@ def enter(place: Enclosure) -> int:
     return proc
 
 
-def start(proc: int, what: Order, out: Output, err: Output | None) -> Running:
+def start(place: Enclosure, proc: int, what: Order, out: Output, err: Output | None) -> Running:
     """Start a command in the place that this process has entered.
 
     Without ``err`` its descriptor 2 is for this process, as ``Running.status``.
 
     Raises:
         OSError: it cannot be started.
+        PlaceEnded: nor can anything, as all processes of the place are killed.
     """
     stdin, fed = os.pipe()
     stdout, said = os.pipe()
@@ -194,6 +195,10 @@ def start(proc: int, what: Order, out: Output, err: Output | None) -> Running:
             start_new_session=True,
             umask=0o022,
         )
+    except OSError as error:
+        if not place.settled():
+            raise PlaceEnded from error
+        raise
     finally:
         for fd in (stdin, said, wrong):
             os.close(fd)

@@ -183,9 +183,6 @@ def _call(place: Enclosure, caller: socket.socket, fds: list[int], failed: str) 
         except PlaceEnded:
             send(caller, {"again": True, "news": place.news})
         except OSError as error:
-            if place.ended:  # whoever ends all of it keeps others from forking, too
-                send(caller, {"again": True, "news": place.news})
-                return
             send(caller, {"errno": error.errno, "error": error.strerror, "path": error.filename})
         except MemoryError:
             send(caller, {"failed": "this host has no memory left"})

@@ -70,7 +70,8 @@ class _Shell:
         wanted = order(place, {**told, "command": wrapped})
         env = {**wanted.env, "PS1": "", "PS2": ""}
         self._begun = processes.now_in_ticks()
-        self._running = start(proc, Order(wrapped, wanted.cwd, env), Output(1), None)
+        what = Order(wrapped, wanted.cwd, env)
+        self._running = start(place, proc, what, Output(1), None)
         (self._stdout,) = self._running.outputs
         self._number = 0
         self._told = b""

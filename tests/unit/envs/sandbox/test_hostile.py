@@ -12,12 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from libra_cli.envs.sandbox.helper import place as module
-from libra_cli.envs.sandbox.helper.commands import FLOODED
-from libra_cli.envs.sandbox.helper.place import ALL_ENDED, OPEN_S, InNamespaces
+from libra_cli.envs.sandbox.helper.commands import FLOODED, Order, Output, start
+from libra_cli.envs.sandbox.helper.place import ALL_ENDED, OPEN_S, InNamespaces, PlaceEnded
 from libra_cli.envs.sandbox.helper.system_calls import MACHINES, REFUSED
 from libra_cli.envs.sandbox.sandbox import Sandbox
 from libra_cli.envs.sandbox.spec import SandboxSpec
@@ -164,6 +166,14 @@ def test_a_shell_that_kills_its_sandbox_and_lives_is_answered_at_once(
     done = shell.run(kill)
     assert time.monotonic() - began < OPEN_S / 2
     assert done.note == ALL_ENDED
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_command_that_cannot_start_as_its_sandbox_ends_is_asked_for_again(goes_on: bool) -> None:
+    """It has entered before that; no process can be forked where all are being killed."""
+    place: Any = SimpleNamespace(settled=lambda: goes_on)
+    with pytest.raises(FileNotFoundError if goes_on else PlaceEnded):
+        start(place, -1, Order(["/no/such/program"], "/", {}), Output(1), None)
 
 
 @contextmanager
