@@ -77,6 +77,8 @@ class Session:
         self._slots: dict[SlotId, Slot] = {}
         self._learn(slots_of(recipe))
         self._clock = RunClock()
+        # What is dated before it is taken for written by whoever goes on after this controller.
+        self._clock.not_before(records.journal.last_event)
         self._cluster = Cluster(
             recipe,
             initial_plan(recipe),
