@@ -29,7 +29,7 @@ from libra_cli.envs.sandbox.helper.commands import (
     pump,
     start,
 )
-from libra_cli.envs.sandbox.helper.place import ALL_ENDED, Enclosure
+from libra_cli.envs.sandbox.helper.place import ALL_ENDED, Enclosure, PlaceEnded
 from libra_cli.envs.sandbox.messages import ConnectionOver, receive, send
 
 _STATUS = 9
@@ -41,9 +41,15 @@ _TIMED_OUT = 130
 
 
 def serve_shell(place: Enclosure, told: Mapping[str, Any], caller: socket.socket) -> None:
-    """Start a shell, and run what its caller sends until either of the two ends."""
+    """Start a shell, and run what its caller sends until either of the two ends.
+
+    Raises:
+        PlaceEnded: all processes of the place have been killed as it began.
+    """
     shell = _Shell(place, enter(place), told)
     reply = shell.run(_BEGIN, _BEGIN_S, caller, quoted=False)[0]
+    if ALL_ENDED in reply["note"]:
+        raise PlaceEnded
     send(caller, {"ended": reply["ended"], "news": place.news})
     try:
         while not shell.ended:

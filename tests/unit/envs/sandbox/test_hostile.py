@@ -168,6 +168,12 @@ def test_a_shell_that_kills_its_sandbox_and_lives_is_answered_at_once(
     assert done.note == ALL_ENDED
 
 
+def test_a_shell_whose_sandbox_ends_as_it_begins_is_started_again(sandbox: Sandbox) -> None:
+    once = "[ -e once ] || { : > once; kill -9 2; }"
+    done = sandbox.shell(env={"PROMPT_COMMAND": once}).run("echo begun")
+    assert (done.stdout, done.note) == ("begun\n", ALL_ENDED)
+
+
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_command_that_cannot_start_as_its_sandbox_ends_is_asked_for_again(goes_on: bool) -> None:
     """It has entered before that; no process can be forked where all are being killed."""
