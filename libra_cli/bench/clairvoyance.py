@@ -35,8 +35,8 @@ class OraclePlanner:
 
     def decide(self, now: Observation) -> Decision:
         """Return the decision of the planner for the work to come, of which all growth is told."""
-        measured = now.lengths[-len(now.measured) :] if now.measured else ()
-        lengths = (fmean(measured),) * len(measured) if measured else ()
+        known = now.lengths[-len(now.measured) :]  # of all steps where none is measured
+        lengths = (fmean(known),) * len(known) if known else ()
         return self.planner.decide(replace(now, workload=self.coming(now.step), lengths=lengths))
 
 

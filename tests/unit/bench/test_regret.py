@@ -7,13 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from libra_cli.bench import regret as regrets_bench
-from libra_cli.bench.clairvoyance import TOLD
+from libra_cli.bench.clairvoyance import TOLD, OraclePlanner
 from libra_cli.bench.config import parse_drift
 from libra_cli.bench.jobs import Job, first_layout_of, playable, static_run, world_of
 from libra_cli.bench.regret import StaticPlans, best_script, part_seconds, regrets
@@ -21,8 +23,11 @@ from libra_cli.bench.regret_causes import CAUSES, PlannedStep
 from libra_cli.bench.report.sheets import regret_sheet
 from libra_cli.bench.results import BEST_STATIC, CLAIRVOYANT, FREE_CLAIRVOYANT, LIBRA_TOLD, SHARED
 from libra_cli.cli.main import app
+from libra_cli.core.observation import MeasuredStep, Observation
+from libra_cli.core.planning.admission import expected_change
 from libra_cli.core.planning.search import Layout
-from libra_cli.core.workload import BatchOverhead
+from libra_cli.core.types import Plan
+from libra_cli.core.workload import BatchOverhead, TrajectorySample, Workload
 from libra_cli.sim.profiles import load_profile
 from libra_cli.sim.traces import load_trace
 from tests.sample_bench import row
@@ -133,6 +138,22 @@ def test_a_script_changes_the_plan_where_that_pays_its_moves(plans: StaticPlans)
     assert best_script(runs, lambda today, then: 0.0) == (early, early, late, late)
     dear = best_script(runs, lambda today, then: 10.0 * (today != then))
     assert len(set(dear)) == 1
+
+
+@pytest.mark.parametrize("measured", [0, 2])
+def test_who_is_told_the_work_to_come_expects_no_growth_and_knows_what_was_trained(
+    measured: int,
+) -> None:
+    asked: list[Observation] = []
+    planner: Any = SimpleNamespace(decide=asked.append)
+    was, told = (Workload((TrajectorySample(9, n, 9, 1, 1.0),), 8) for n in (300, 900))
+    step = MeasuredStep(2.0, 1.0, 1.0, 0.0, 0.0)
+    lengths = (100.0, 200.0, 300.0)
+    now = Observation(3, Plan((), ()), (), was, measured=(step,) * measured, lengths=lengths)
+    OraclePlanner(planner, lambda step: told).decide(now)
+    assert asked[0].workload is told
+    assert expected_change(asked[0].lengths, 10, told.spread) == 1.0
+    assert fmean(asked[0].lengths) == fmean(lengths[-measured:])
 
 
 @pytest.mark.parametrize("planner", [TOLD, CLAIRVOYANT])
