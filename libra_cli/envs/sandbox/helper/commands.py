@@ -122,7 +122,7 @@ def run(
     try:
         running = start(place, proc, order(place, told), out, err)
     except OSError as error:
-        said = f"{error.filename}: {error.strerror}\n".encode(errors="replace")
+        said = f"{error.filename or 'fork'}: {error.strerror}\n".encode(errors="replace")
         return asdict(CommandReply(_NOT_FOUND, 0)), said
     feeding = Feeding(running.stdin, stdin)
     running.stdin = -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from libra_cli.envs.sandbox.helper import commands
 from libra_cli.envs.sandbox.helper import place as module
 from libra_cli.envs.sandbox.helper.commands import FLOODED, Order, Output, start
 from libra_cli.envs.sandbox.helper.place import ALL_ENDED, OPEN_S, InNamespaces, PlaceEnded
@@ -71,6 +73,20 @@ def test_a_bomb_left_behind_ends_soon(sandbox: Sandbox) -> None:
         assert time.monotonic() < deadline
         time.sleep(2.5)
     assert done.stdout == "works\n"
+
+
+def test_a_command_for_which_there_may_be_no_further_process_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(commands, "enter", lambda place: -1)
+    monkeypatch.setattr(commands, "start", refused)
+    unused: Any = None
+    place: Any = SimpleNamespace(spec=SandboxSpec(), work="/", environment={})
+    reply, said = commands.run(place, {"command": "true"}, b"", unused)
+    assert (reply["code"], said) == (127, b"fork: Resource temporarily unavailable\n")
 
 
 def test_a_storm_of_zombies_is_reaped(sandbox: Sandbox) -> None:
