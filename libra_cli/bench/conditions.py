@@ -11,7 +11,7 @@ GPUS, SEEDS, POLICY, DRIFT = 48, 3, "libra", "1,4"
 STALENESS = 1
 """The default of ``training.max_staleness``, as in a recipe."""
 NETWORK = 200.0
-"""Gigabits a second between hosts, as in the evaluation of Libra (arXiv 2606.03077)."""
+"""Gigabits a second of a host, as in the evaluation of Libra (arXiv 2606.03077)."""
 MAX_LEN = 131_072
 """Tokens at which trajectories are cut, as a run would, or
 where its trainer's memory ends earlier.

@@ -51,8 +51,8 @@ class ExperimentConfig:
     ``policies`` and ``planners`` are the contenders; ``policy`` is the one that planners are
     compared under. ``drifts`` are what changes over a run, one comparison each. ``seeds`` is the
     number of workloads. ``bound`` is training.max_staleness, ``rule`` one of ``RULES`` (empty: the
-    recipe's default), ``stream`` training.stream; ``network`` is in gigabits a second between
-    hosts, and the prices have it already. ``most_tokens`` cuts trajectories earlier than memory.
+    recipe's default), ``stream`` training.stream; ``network`` is in gigabits a second of a
+    host, and the prices have it already. ``most_tokens`` cuts trajectories earlier than memory.
     ``shapes`` are rollout.shapes.
     """
 

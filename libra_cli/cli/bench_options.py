@@ -60,7 +60,7 @@ class BenchOptions:
         str, typer.Option(help="training.staleness of the runs, instead of its default.")
     ] = ""
     network: Annotated[
-        float, typer.Option(min=0.1, help="Gigabits a second of a host for gradients of workers.")
+        float, typer.Option(min=0.1, help="Gigabits a second of a host: gradients and versions.")
     ] = NETWORK
     stream: Annotated[
         bool, typer.Option("--stream", help="training.stream: steps begin on what is ready.")
