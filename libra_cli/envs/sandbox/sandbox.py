@@ -193,6 +193,7 @@ class Shell:
         """Run a command in the shell; stderr is among stdout, in the order of writing.
 
         Raises:
+            OSError: no shell can be started within the sandbox, as it has too many processes.
             SandboxBroken: the sandbox is closed, or its host can do no more.
         """
         told = {"command": command, "timeout_s": timeout_s}

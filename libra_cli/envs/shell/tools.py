@@ -103,7 +103,10 @@ class SandboxTools:
 
     def _bash(self, arguments: Mapping[str, Any]) -> str:
         command = _without_nul(arguments["command"])
-        return told(self._shell.run(command, timeout_s=self._timeout_s))
+        try:
+            return told(self._shell.run(command, timeout_s=self._timeout_s))
+        except OSError as error:
+            raise ToolFailed(f"no shell can be started: {error.strerror}") from error
 
     def _python(self, arguments: Mapping[str, Any]) -> str:
         code = str(arguments["code"]).encode(errors="replace")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from libra_cli.envs.protocol import ToolCall, ToolFailed
 from libra_cli.envs.sandbox.sandboxes import Sandboxes
 from libra_cli.envs.sandbox.spec import SandboxLimits, SandboxSpec
 from libra_cli.envs.shell.environment import ShellTasks
+from libra_cli.envs.shell.tools import SandboxTools
 from libra_cli.runtime.episodes.calls import CallLine
 from libra_cli.runtime.episodes.places import EnvironmentFactory, EnvironmentSource
 from tests.sandboxes import needs_sandboxes
@@ -109,6 +113,17 @@ def test_the_editor_views_creates_and_replaces(shell: ShellTasks) -> None:
     for message, (command, path, rest) in wrong.items():
         with pytest.raises(ToolFailed, match=message):
             edit(command, path, **rest)
+
+
+def test_a_model_that_has_left_no_room_for_a_shell_reads_so() -> None:
+    def refused(command: str, *, timeout_s: float | None) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    unused: Any = None
+    full: Any = SimpleNamespace(run=refused)
+    tools = SandboxTools(unused, shell=full)
+    with pytest.raises(ToolFailed, match="no shell can be started: Resource temporarily"):
+        tools.step(ToolCall("bash", {"command": "true"}))
 
 
 def test_text_is_bounded(shell: ShellTasks) -> None:
