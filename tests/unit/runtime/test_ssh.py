@@ -298,10 +298,13 @@ def test_the_keys_of_the_ssh_agent_are_used(server, monkeypatch) -> None:
     argv = ["ssh-agent", "-D", "-a", str(path)]
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL) as agent:
         try:
-            deadline = time.monotonic() + DEADLINE_S
-            while not path.exists() and time.monotonic() < deadline:
-                time.sleep(0.02)
             monkeypatch.setenv("SSH_AUTH_SOCK", str(path))
+            deadline = time.monotonic() + DEADLINE_S
+            # Its socket is there before it listens; 2 says that nobody answers.
+            asked = ["ssh-add", "-l"]
+            while subprocess.run(asked, capture_output=True, check=False).returncode == 2:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
             add = ["ssh-add", "-q", server.identity]
             subprocess.run(add, check=True, capture_output=True)
             shutil.move(server.identity, server.home / "elsewhere")
