@@ -11,6 +11,8 @@ from typing import Any
 _SIZES = struct.Struct("!IQ")
 LARGEST_HEADER = 1 << 24
 """Bytes of JSON in a message; a command with its variables must fit."""
+KILLED = "it is killed as it starts, by a process of the sandbox"
+"""Why there is no shell, where nothing else is wrong."""
 
 
 class ConnectionOver(Exception):

@@ -11,6 +11,7 @@ Calls block, and may come from any thread, several at a time; a coroutine uses
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import tempfile
@@ -20,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from libra_cli.envs.sandbox.client import CallEnded, SandboxChannel
+from libra_cli.envs.sandbox.messages import KILLED
 from libra_cli.envs.sandbox.spec import SandboxSpec
 
+_ATTEMPTS = 3
 _CHUNK = 1 << 30
 READ_BYTES = 1 << 20
 """Bytes that ``Sandbox.read`` returns, unless it is told otherwise."""
@@ -193,14 +196,19 @@ class Shell:
         """Run a command in the shell; stderr is among stdout, in the order of writing.
 
         Raises:
-            OSError: no shell can be started within the sandbox, as it has too many processes.
+            OSError: no shell can be started within the sandbox, as it has too many processes, or
+                one that kills it.
             SandboxBroken: the sandbox is closed, or its host can do no more.
         """
         told = {"command": command, "timeout_s": timeout_s}
         answer, body = self._asked_of_this_one(told)
-        if "again" in answer:  # the shell had ended by itself
-            self.close()
+        for _ in range(_ATTEMPTS):
+            if "again" not in answer:
+                break
+            self.close()  # the shell had ended by itself
             answer, body = self._ask(told)
+        else:
+            raise OSError(errno.ECANCELED, KILLED)
         notes = [ANEW] if self._ended else []
         self._ended = False
         if answer["ended"]:

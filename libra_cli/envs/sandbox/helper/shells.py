@@ -7,6 +7,7 @@ the shell. It tells the end of each command on a descriptor of its own, with the
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import shlex
@@ -30,7 +31,7 @@ from libra_cli.envs.sandbox.helper.commands import (
     start,
 )
 from libra_cli.envs.sandbox.helper.place import ALL_ENDED, Enclosure, PlaceEnded
-from libra_cli.envs.sandbox.messages import ConnectionOver, receive, send
+from libra_cli.envs.sandbox.messages import KILLED, ConnectionOver, receive, send
 
 _STATUS = 9
 _PROGRAMS = ("/bin/bash", "/usr/bin/bash")
@@ -38,6 +39,7 @@ _BEGIN = "PS1= PS2= PROMPT_COMMAND=; unset HISTFILE; set +o history +H 2>/dev/nu
 _BEGIN_S = 10.0
 _GRACE_S = 0.5
 _TIMED_OUT = 130
+_KILLED = 128 + 9
 
 
 def serve_shell(place: Enclosure, told: Mapping[str, Any], caller: socket.socket) -> None:
@@ -45,11 +47,14 @@ def serve_shell(place: Enclosure, told: Mapping[str, Any], caller: socket.socket
 
     Raises:
         PlaceEnded: all processes of the place have been killed as it began.
+        OSError: only the shell has been killed.
     """
     shell = _Shell(place, enter(place), told)
     reply = shell.run(_BEGIN, _BEGIN_S, caller, quoted=False)[0]
     if ALL_ENDED in reply["note"]:
         raise PlaceEnded
+    if reply["ended"] and reply["code"] == _KILLED and not reply["timed_out"]:
+        raise OSError(errno.ECANCELED, KILLED)
     send(caller, {"ended": reply["ended"], "news": place.news})
     try:
         while not shell.ended:

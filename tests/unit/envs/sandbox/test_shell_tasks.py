@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -124,6 +125,35 @@ def test_a_model_that_has_left_no_room_for_a_shell_reads_so() -> None:
     tools = SandboxTools(unused, shell=full)
     with pytest.raises(ToolFailed, match="no shell can be started: Resource temporarily"):
         tools.step(ToolCall("bash", {"command": "true"}))
+
+
+KILLER = """
+import os, signal, subprocess, sys
+code = '''
+import os, signal, time
+while True:
+    for number in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if open(f"/proc/{number}/comm").read() == "bash\\\\n":
+                os.kill(int(number), signal.SIGKILL)
+        except OSError:
+            pass
+'''
+subprocess.Popen([sys.executable, "-c", code], stdout=2, start_new_session=True)
+"""
+
+
+def test_a_model_whose_processes_kill_every_shell_reads_so(shell: ShellTasks) -> None:
+    call(shell, "bash", command="true")
+    call(shell, "python", code=KILLER)
+    wanted = "no shell can be started: it is killed as it starts, by a process of the sandbox"
+    told, until = "", time.monotonic() + 20.0
+    while told != wanted and time.monotonic() < until:
+        try:
+            told = call(shell, "bash", command="true")
+        except ToolFailed as error:
+            told = str(error)
+    assert told == wanted
 
 
 def test_text_is_bounded(shell: ShellTasks) -> None:
