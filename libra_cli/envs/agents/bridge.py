@@ -7,6 +7,9 @@ import contextlib
 import socket
 import threading
 
+MOST = 256
+"""Connections that are carried at the same time. One that comes when there are as many is closed:
+each takes a port of this machine and a file of the controller, on which all episodes depend."""
 _CHUNK = 64 * 1024
 
 
@@ -21,6 +24,7 @@ class Bridge:
         self._port = port
         self._loop = asyncio.new_event_loop()
         self._over = asyncio.Event()
+        self._open = 0
         self._thread = threading.Thread(target=self._serve, name="libra-bridge", daemon=True)
 
     def __enter__(self) -> Bridge:
@@ -47,6 +51,16 @@ class Bridge:
     async def _connected(
         self, asking: asyncio.StreamReader, answered: asyncio.StreamWriter
     ) -> None:
+        if self._open >= MOST:
+            answered.close()
+            return
+        self._open += 1
+        try:
+            await self._carried(asking, answered)
+        finally:
+            self._open -= 1
+
+    async def _carried(self, asking: asyncio.StreamReader, answered: asyncio.StreamWriter) -> None:
         # Python 3.11's stream server logs a connection that was cancelled as an error.
         expected = contextlib.suppress(OSError, asyncio.CancelledError)
         with contextlib.closing(answered), expected:

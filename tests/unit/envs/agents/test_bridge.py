@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 
+from libra_cli.envs.agents import bridge
 from libra_cli.envs.agents.bridge import Bridge
 
 WITHIN_S = 20.0
@@ -39,3 +40,30 @@ def test_what_is_still_open_at_the_end_is_closed_and_is_no_error(caplog):
         answering.join(WITHIN_S)
     assert not answering.is_alive()
     assert not caplog.records
+
+
+def test_no_more_connections_are_carried_than_may_be(monkeypatch):
+    monkeypatch.setattr(bridge, "MOST", 2)
+    with listening() as behind, listening() as front, Bridge(front, behind.getsockname()[1]):
+        here = front.getsockname()
+        asking = [socket.create_connection(here, timeout=WITHIN_S) for _ in range(2)]
+        carried = [behind.accept()[0] for _ in asking]
+        with socket.create_connection(here, timeout=WITHIN_S) as third:
+            assert third.recv(1) == b""
+        carried[0].close()
+        asking[0].close()
+        for one in carried[1:] + asking[1:]:
+            one.close()
+        # There is room again once those are over, which the bridge hears a little later.
+        again = b""
+        while not again:
+            with socket.create_connection(here, timeout=WITHIN_S) as fourth:
+                behind.settimeout(0.2)
+                try:
+                    peer = behind.accept()[0]
+                except TimeoutError:
+                    continue
+                with peer:
+                    peer.sendall(b"words")
+                    again = fourth.recv(5)
+    assert again == b"words"
