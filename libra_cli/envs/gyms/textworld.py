@@ -51,8 +51,12 @@ LONGEST_COMMAND = 200
 """Characters; the interpreter reads lines of about so many."""
 
 _REFUSED = frozenset(
-    ("save", "restore", "restart", "quit", "q", "script", "transcript", "undo", "verify", "oops")
+    ("save", "restore", "restart", "quit", "q", "script", "transcrip", "undo", "verify", "oops")
 )
+_READ = 9
+"""Characters of a word that the interpreter reads."""
+_BETWEEN = re.compile(r"[^\w\s-]|\bthen\b")
+_FIRST = re.compile(r"[\w-]+")
 _PROMPT = re.compile(r"\n\s*>[^\n]*\s*\Z|\n *-= .* =-\d+/\d+\s*\Z")
 _BLANK = re.compile(r"\n\s*\n\s*")
 _LOCKS = 64
@@ -115,7 +119,7 @@ class TextWorld:
         text = " ".join(str(call.arguments.get("text", "")).split())
         if not text or len(text) > LONGEST_COMMAND:
             raise ToolFailed(f"a command has 1 to {LONGEST_COMMAND} characters")
-        if text.split()[0].lower() in _REFUSED or text.lower().startswith("tw-"):
+        if not is_for_game(text):
             raise ToolFailed(f"{text!r} is not a command of the game")
         self._state, _, done = self._play.step(text)
         return StepResult(_readable(self._state["feedback"]), done=bool(done))
@@ -127,6 +131,13 @@ class TextWorld:
     def close(self) -> None:
         if self._play is not None:
             self._play.close()
+
+
+def is_for_game(text: str) -> bool:
+    """Say whether each of the commands in a line, which may be several, is one of the game."""
+    firsts = [_FIRST.search(part) for part in _BETWEEN.split(text.lower())]
+    words = [first[0] for first in firsts if first]
+    return not any(word[:_READ] in _REFUSED or word.startswith("tw-") for word in words)
 
 
 def walkthrough(file: Path) -> Sequence[str]:
