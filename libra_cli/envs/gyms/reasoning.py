@@ -55,7 +55,7 @@ _EXPRESSIONS = frozenset(
     ("countdown", "intermediate_integration", "polynomial_multiplication", "simple_integration")
 )
 _PLAIN = re.compile(r"[\w\s\[\],'\"-]*")
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 _OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.Pow, ast.UAdd, ast.USub)
 _FUNCTIONS = re.compile(r"a?(sin|cos|tan)h?|sec|csc|cot|exp|log|ln|sqrt")
 _LONGEST = 1_000
@@ -132,9 +132,9 @@ class ReasoningGym:
 
     def score(self, answer: str) -> float:
         """Return what the scorer gives to the text between the answer tags."""
-        found = _ANSWER.findall(answer)
-        self._answered = bool(found)
-        self._credit = self._credit_for(found[-1].strip()) if found else 0.0
+        found = last_answer(answer)
+        self._answered = found is not None
+        self._credit = self._credit_for(found.strip()) if found is not None else 0.0
         if self._threshold is None:
             return self._credit
         return float(self._credit >= self._threshold)
@@ -151,6 +151,15 @@ class ReasoningGym:
         except Exception:  # noqa: BLE001  some scorers raise on what they cannot read
             return 0.0
         return min(1.0, max(0.0, credit)) if math.isfinite(credit) else 0.0
+
+
+def last_answer(text: str) -> str | None:
+    """Return the text of the last ``<answer>...</answer>``, in time linear in the text's length:
+    a policy that only opens it, thousands of times, would else hold the whole process up."""
+    found, at = None, 0
+    while (begin := text.find(_OPEN, at)) >= 0 and (end := text.find(_CLOSE, begin)) >= 0:
+        found, at = text[begin + len(_OPEN) : end], end + len(_CLOSE)
+    return found
 
 
 def names() -> Sequence[str]:

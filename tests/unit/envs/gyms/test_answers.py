@@ -1,10 +1,12 @@
-"""Which answers a scorer that runs them as Python may see."""
+"""What the answer of a text is, and which answers a scorer that runs them as Python may see."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from libra_cli.envs.gyms.reasoning import harmless
+from libra_cli.envs.gyms.reasoning import harmless, last_answer
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,23 @@ def test_an_expression_that_is_not_small_arithmetic_is_not(dataset: str, answer:
 )
 def test_a_list_that_could_run_is_not(answer: str) -> None:
     assert not harmless("binary_matrix", answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so <answer>\n7\n</answer>.", "\n7\n"),
+        ("<answer>1</answer> no, <answer>2</answer> </answer> <answer>", "2"),
+        ("<answer>1<answer>2</answer>", "1<answer>2"),
+        ("<answer></answer>", ""),
+        ("</answer> 3 <answer>", None),
+    ],
+)
+def test_the_last_answer_is_between_its_tags(text: str, answer: str | None) -> None:
+    assert last_answer(text) == answer
+
+
+def test_an_answer_that_is_begun_for_ever_is_read_at_once() -> None:
+    began = time.thread_time()
+    assert last_answer("<answer>" * 16_000) is None
+    assert time.thread_time() - began < 1.0
