@@ -105,6 +105,9 @@ def _archive(files: list[tuple[str, Path]], mode: int | None) -> bytes:
             member = archive.gettarinfo(path, name)
             member.uid = member.gid = 0
             member.uname = member.gname = ""
+            if member.islnk():  # to what is in it already: a file like others, as COPY makes it
+                member.type, member.linkname = tarfile.REGTYPE, ""
+                member.size = path.stat().st_size
             if mode is not None and not member.issym():
                 member.mode = mode | (0o111 if member.isdir() else 0)
             if member.isreg():

@@ -161,6 +161,15 @@ def test_rewards_are_read_from_either_file(
     assert environment.metrics() == metrics
 
 
+def test_files_with_two_names_are_copied_by_both(begin: Begin, tmp_path: Path) -> None:
+    environment = begin(
+        test="cd /tests && cmp test.sh twin && echo 1 > /logs/verifier/reward.txt\n"
+    )
+    tests = tmp_path / "tasks0/one/tests"
+    os.link(tests / "test.sh", tests / "twin")
+    assert environment.score("") == 1.0
+
+
 def test_of_several_rewards_one_is_named(begin: Begin) -> None:
     test = 'echo \'{"speed": 3, "style": 2}\' > /logs/verifier/reward.json\n'
     test += "echo 1 > /logs/verifier/reward.txt\n"  # the other file goes before it
