@@ -14,6 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -30,6 +31,7 @@ from libra_cli.envs.sandbox.spec import SandboxSpec
 UNUSED_S = 30 * 86400.0
 """Seconds for which an image is kept that nobody begins with: longer than any run of ours goes on
 with the same tasks."""
+_UNFINISHED = ".unfinished-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +108,25 @@ class Builder:
 
 def _keep(snapshot: Snapshot, file: Path) -> None:
     """Save it under another name until it is whole, as a killed process would leave a part."""
-    with contextlib.closing(snapshot), tempfile.TemporaryDirectory(dir=file.parent) as directory:
-        snapshot.save(made := Path(directory) / file.name)
+    with contextlib.closing(snapshot), unfinished(file) as directory:
+        snapshot.save(made := directory / file.name)
         os.replace(made, file)
 
 
 def _remove_unused(cache: Path) -> None:
-    """Remove images that were not begun with for long; who still reads one keeps it until then."""
+    """Remove images that were not begun with for long, and what was begun then and not finished.
+
+    Who still reads an image keeps it until then.
+    """
     oldest = time.time() - UNUSED_S
     for file in cache.glob("*.tar"):
         with contextlib.suppress(OSError):  # another process may have removed it
             if file.stat().st_mtime < oldest:
                 file.unlink()
+    for left in cache.glob(f"*{_UNFINISHED}*/"):
+        with contextlib.suppress(OSError):
+            if left.stat().st_mtime < oldest:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _make_directories(sandbox: Sandbox, image: Image) -> None:
@@ -182,3 +191,16 @@ def alone(file: Path) -> Iterator[None]:
     with file.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         yield
+
+
+@contextmanager
+def unfinished(place: Path) -> Iterator[Path]:
+    """A directory beside what is made in it, for whoever makes that ``alone``.
+
+    One that was killed meanwhile has left its own, with up to all files of the image.
+    """
+    for left in place.parent.glob(f"{place.name}{_UNFINISHED}*/"):
+        shutil.rmtree(left, ignore_errors=True)
+    prefix = f"{place.name}{_UNFINISHED}"
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=place.parent) as directory:
+        yield Path(directory)

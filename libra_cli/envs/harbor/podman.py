@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from libra_cli.config.errors import EnvironmentBroken
-from libra_cli.envs.harbor.builder import UNUSED_S, alone
+from libra_cli.envs.harbor.builder import UNUSED_S, alone, unfinished
 
 PULL_S = 3600.0
 """Seconds that pulling an image may take, which has gigabytes in the worst case."""
@@ -87,10 +87,10 @@ class PodmanImage:
             _podman("pull", "--quiet", self.name, timeout_s=PULL_S)
         config = _podman("image", "inspect", "--format", "{{json .Config}}", self.name).stdout
         with (
-            tempfile.TemporaryDirectory(dir=self.cache) as directory,
+            unfinished(self._place) as directory,
             _container(self.name) as container,
         ):
-            made = Path(directory) / "made"
+            made = directory / "made"
             (root := made / "root").mkdir(parents=True)
             made.chmod(0o755)
             root.chmod(0o755)

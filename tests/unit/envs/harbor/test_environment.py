@@ -273,6 +273,23 @@ def test_an_image_is_made_once(begin: Begin, tmp_path: Path) -> None:
     assert len(stamps) == 2
 
 
+def test_what_a_killed_process_had_made_of_an_image_goes(begin: Begin, tmp_path: Path) -> None:
+    begin()
+    (image,) = (tmp_path / "cache").glob("*.tar")
+    image.unlink()
+    other = tmp_path / "cache" / "0.tar"
+    left = [Path(f"{one}.unfinished-left") for one in (image, other)]
+    for one in left:
+        one.mkdir()
+        (one / one.name).write_text("half of it")
+    begin()
+    assert [one.exists() for one in left] == [False, True]  # the other's may be being made
+    image.unlink()
+    os.utime(left[1], (0, 0))
+    begin()
+    assert not left[1].exists()
+
+
 def test_an_image_that_nobody_has_begun_with_for_long_goes_when_another_is_made(
     begin: Begin, tmp_path: Path
 ) -> None:

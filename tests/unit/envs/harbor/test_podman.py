@@ -143,6 +143,15 @@ def test_an_image_that_nobody_uses_goes_with_the_next(asked: Path, cache: Path) 
     assert used.exists()
 
 
+def test_what_a_killed_process_had_unpacked_goes(asked: Path, cache: Path) -> None:
+    image = PodmanImage(NAME, cache)
+    left = Path(f"{image.root.parent}.unfinished-left")
+    (left / "made/root/bin").mkdir(parents=True)
+    image.unpack()
+    assert image.is_unpacked
+    assert not left.exists()
+
+
 def test_an_image_that_is_not_there_is_told_with_the_next_thing_to_type(
     asked: Path, cache: Path
 ) -> None:
