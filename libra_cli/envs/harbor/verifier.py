@@ -146,7 +146,7 @@ def _rewards(inside: TaskSandbox) -> Mapping[str, float]:
         return {"reward": _number("reward.txt", text.decode("utf-8", "replace").strip())}
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"reward.json is no JSON: {error}") from error
     if not isinstance(found, dict):
         return {"reward": _number("reward.json", found)}
@@ -158,7 +158,7 @@ def _rewards(inside: TaskSandbox) -> Mapping[str, float]:
 def _number(where: str, value: object) -> float:
     try:
         found = float(value)  # type: ignore[arg-type]  # the tests may have written anything
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = math.nan
     if not math.isfinite(found):
         raise ValueError(f"{where} is {str(value)[:80]!r}, not a number")

@@ -150,6 +150,8 @@ def test_commands_together_take_no_longer_than_the_task_allows(begin: Begin) -> 
         ("echo much > $L.txt", 0.0, {"verified": 0.0}),
         ("echo nan > $L.txt", 0.0, {"verified": 0.0}),
         ("echo '{' > $L.json", 0.0, {"verified": 0.0}),
+        ("printf '[%.0s' $(seq 100000) > $L.json", 0.0, {"verified": 0.0}),
+        ("printf '9%.0s' $(seq 400) > $L.json", 0.0, {"verified": 0.0}),
         ("true", 0.0, {"verified": 0.0}),
     ],
 )
