@@ -78,6 +78,14 @@ def test_an_answer_is_the_action_that_it_is_or_names_last() -> None:
     assert named("passing", names) is None
 
 
+def test_case_tells_names_apart_that_differ_by_nothing_else() -> None:
+    chess = {"bxc3": 0, "Bxc3": 1, "O-O": 2}
+    for one in ("bxc3", "Bxc3"):
+        assert named(f"{one}\n", chess) == one
+        assert named(f"I play {one}.", chess) == one
+    assert named("castle: o-o", chess) == "O-O"
+
+
 def test_an_answer_that_names_no_action_is_told_and_then_loses_the_game() -> None:
     game = OpenSpiel(retries=1)
     first = game.reset(game.task(0, seed=0), seed=0)

@@ -156,15 +156,22 @@ class OpenSpiel:
 
 
 def named(text: str, names: Mapping[str, int]) -> str | None:
-    """Return the name that an answer is or, whatever else it says, names last; None if none."""
+    """Return the name that an answer is or, whatever else it says, names last; None if none.
+
+    Case counts where two names differ by that alone, as a pawn's bxc3 and a bishop's Bxc3 in chess.
+    """
+    if text.strip() in names:
+        return text.strip()
     known = {name.casefold(): name for name in names}
     said = text.strip().casefold()
     if said in known:
         return known[said]
     longest = sorted(known, key=len, reverse=True)
     any_name = "|".join(map(re.escape, longest))
-    found = re.findall(rf"(?<!\w)(?:{any_name})(?!\w)", said)
-    return known[found[-1]] if found else None
+    found = re.findall(rf"(?<!\w)(?:{any_name})(?!\w)", text, re.IGNORECASE)
+    if not found:
+        return None
+    return found[-1] if found[-1] in names else known.get(found[-1].casefold())
 
 
 def _user(text: str) -> Message:
