@@ -23,7 +23,7 @@ from libra_cli.envs.protocol import ToolFailed, ToolSchema
 
 VERSION = "2025-11-25"
 LARGEST_MESSAGE = 16 * 1024 * 1024
-"""Bytes of one line of an answer; a longer one breaks the episode."""
+"""Bytes of an answer; a longer one breaks the episode."""
 _INVALID_PARAMS = -32602
 
 

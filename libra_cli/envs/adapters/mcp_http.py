@@ -62,7 +62,7 @@ class HttpTransport:
                     return {}
                 if response.content_type == "text/event-stream":
                     return await self._event(response, wanted)
-                return await response.json()  # type: ignore[no-any-return]
+                return await _json(response)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise self.broken(f"{type(error).__name__}: {error}") from error
 
@@ -72,6 +72,7 @@ class HttpTransport:
             text = line.decode().rstrip("\r\n")
             if text.startswith("data:"):
                 data += text[5:].removeprefix(" ")
+                _check_size(len(data))
             elif not text and data:
                 message = json.loads(data)
                 if message.get("id") == wanted and "method" not in message:
@@ -86,3 +87,18 @@ class HttpTransport:
             hint="environment.mcp takes the URL of an MCP server's streamable HTTP, which often "
             "ends in /mcp; a key goes to its headers",
         )
+
+
+async def _json(response: aiohttp.ClientResponse) -> Mapping[str, Any]:
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        _check_size(len(body))
+    return json.loads(body)  # type: ignore[no-any-return]
+
+
+def _check_size(size: int) -> None:
+    """Raise ValueError for an answer that is too long: the model may ask for as much as it likes,
+    and the process that reads it is the controller's, or holds other episodes too."""
+    if size > LARGEST_MESSAGE:
+        raise ValueError(f"an answer has more than {LARGEST_MESSAGE:,} bytes")

@@ -14,6 +14,7 @@ import pytest
 
 from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import EnvironmentBroken
+from libra_cli.envs.adapters import mcp_http
 from libra_cli.envs.adapters.mcp import WithMcpTools
 from libra_cli.envs.adapters.mcp_client import McpSession
 from libra_cli.envs.adapters.mcp_http import HttpTransport
@@ -142,6 +143,22 @@ def test_a_server_that_fails_breaks_the_environment() -> None:
             server.status = 404
             with pytest.raises(EnvironmentBroken, match="HTTP 404: no such thing"):
                 await session.call("get", {})
+
+    play(story)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_answer_that_is_too_long_breaks_the_episode_before_it_is_read(
+    streams: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp_http, "LARGEST_MESSAGE", 20_000)
+    server = FakeMcp(lambda params: text("x" * int(params["arguments"]["size"])), streams=streams)
+
+    async def story() -> None:
+        async with opened(server) as session:
+            assert len(await session.call("get", {"size": 10_000})) == 10_000
+            with pytest.raises(EnvironmentBroken, match="has more than 20,000 bytes"):
+                await session.call("get", {"size": 30_000})
 
     play(story)
 
