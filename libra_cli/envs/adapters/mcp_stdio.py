@@ -4,8 +4,8 @@ A message is a line of JSON. What the server prints that is none is left out; wh
 is kept for the error that tells how it ended. It runs where the environment runs, in a process
 group of its own, and sees HOME, its own variables, and what an agent's command sees of the
 environment's (``inherited`` of ``envs.agents.workplace``). When the episode is over its stdin is
-closed, upon which it ends, as the protocol says; if it goes on, its group is killed. If the process
-of the environment is killed, nobody does that: then the end of its stdin is all that it is told.
+closed, upon which it ends, as the protocol says; what is left of its group then is killed. If the
+process of the environment is killed, nobody does that: the end of its stdin is all it is told.
 
 https://modelcontextprotocol.io/specification/2025-11-25/basic/transports
 """
@@ -108,10 +108,11 @@ class StdioTransport:
         """Close its stdin, wait a little for its end, and kill what is left of its group."""
         if (server := self._server) is None:
             return
+        lived = server.process.returncode is None
         server.orders.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.shield(server.process.wait()), GRACE_S)
-        if server.process.returncode is None:  # so its number is still its group's
+        if lived:  # so its number is still its group's: numbers are given out in turn
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGKILL)
             await server.process.wait()

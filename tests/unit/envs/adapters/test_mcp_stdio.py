@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,10 @@ for line in sys.stdin:
         told = {"answers": answers, "sees": sorted(os.environ)}
         result = {"content": [{"type": "text", "text": json.dumps(told)}]}
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+if os.environ.get("LEAVES"):
+    import subprocess
+    left = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL)
+    Path(os.environ["PIDS"]).open("a").write(f"{left.pid}\\n")
 if os.environ.get("STAYS"):
     import time
     time.sleep(60)
@@ -64,6 +69,14 @@ def environment(program: list[str], tmp_path: Path, **env: str) -> WithMcpTools:
 
 def is_there(pid: str) -> bool:
     return Path("/proc", pid).exists()
+
+
+def is_over(pid: str) -> bool:
+    """Whether a process has ended, though its parent may not have waited for it yet."""
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_it_answers_what_the_server_asks_and_hides_the_rest_of_the_environment(
@@ -102,6 +115,20 @@ def test_one_that_goes_on_after_its_stdin_is_closed_is_killed(
         assert not is_there(pid)
 
     asyncio.run(play())
+
+
+def test_what_one_leaves_when_it_ends_is_killed(program: list[str], tmp_path: Path) -> None:
+    async def play() -> None:
+        both = environment(program, tmp_path, LEAVES="1")
+        await both.reset(TASK, 0)
+        await both.close()
+
+    asyncio.run(play())
+    _, left = (tmp_path / "pids").read_text().split()
+    until = time.monotonic() + 20.0
+    while not is_over(left) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert is_over(left)
 
 
 def test_one_that_ends_is_told_with_its_last_words(program: list[str], tmp_path: Path) -> None:
