@@ -39,7 +39,7 @@ from libra_cli.runtime.hosts.agent_messages import (
     StartedProcess,
     StoppedProcess,
 )
-from libra_cli.runtime.hosts.transport import Endpoint, Transport
+from libra_cli.runtime.hosts.transport import THINNEST_BYTES_S, Endpoint, Transport
 from libra_cli.runtime.hosts.upload import last_line, package, put_code
 from libra_cli.runtime.supervision.answers import built, reads_answers
 from libra_cli.runtime.supervision.failures import words_of
@@ -47,8 +47,6 @@ from libra_cli.runtime.supervision.failures import words_of
 _log = logging.getLogger(__name__)
 
 ANSWER_S = 30.0
-THINNEST_BYTES_S = 1e4
-"""Bytes a second of the thinnest link that is worth waiting for; a gigabyte takes a day."""
 READ_BYTES_S = 50e6
 """Bytes a second of a slow disk, and of one core that hashes."""
 STOP_EXTRA_S = 20.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,7 @@ import paramiko
 
 from libra_cli.config.errors import HostError
 from libra_cli.runtime.hosts.ssh_target import silent_s
-from libra_cli.runtime.hosts.transport import Endpoint
+from libra_cli.runtime.hosts.transport import OPEN_S, THINNEST_BYTES_S, Endpoint
 from libra_cli.runtime.supervision.background import Background
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ChannelStream:
         self._call = call
         self._unread = bytearray()
         self._errors = bytearray()
+        self._sending = threading.Lock()
         channel.settimeout(SEND_S)
 
     @property
@@ -81,7 +83,22 @@ class ChannelStream:
         return line
 
     async def write(self, data: bytes) -> None:
-        await self._call(self._channel.sendall, data)
+        """Send all of ``data`` after what is being sent; one that fails closes the stream.
+
+        Raises:
+            HostLost: the other side took nothing for ``SEND_S``, or the connection broke.
+        """
+        limit_s = SEND_S + OPEN_S + len(data) / THINNEST_BYTES_S
+        try:
+            await self._call(self._send_all, data, timeout_s=limit_s)
+        except HostError:
+            await self.close()  # half a message may have gone, and nothing can follow that
+            raise
+
+    def _send_all(self, data: bytes) -> None:
+        # paramiko sends a long message in parts, between which another thread's would get.
+        with self._sending:
+            self._channel.sendall(data)
 
     async def end_input(self) -> None:
         await self._call(self._channel.shutdown_write)

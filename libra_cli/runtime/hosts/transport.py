@@ -14,6 +14,8 @@ from typing import Protocol
 CONNECT_S = 15.0
 OPEN_S = 20.0
 COPY_S = 120.0
+THINNEST_BYTES_S = 1e4
+"""Bytes a second of the thinnest link that is worth waiting for; a gigabyte takes a day."""
 LINE_LIMIT = 64 * 1024**2
 
 
