@@ -25,6 +25,9 @@ from libra_cli.node.agent_errors import AgentRefused
 from libra_cli.node.processes.private_files import write_private
 from libra_cli.node.processes.proc import boot_id
 
+PORTS = "ports.json"
+"""The file in the run directory in which they are written down, for as long as the run lives."""
+
 
 class Ports:
     """The ports this agent has given out; ``record`` is a file that a successor reads."""

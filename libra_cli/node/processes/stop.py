@@ -10,6 +10,7 @@ from pathlib import Path
 
 from libra_cli.node.credentials import CREDENTIALS
 from libra_cli.node.processes import temporary
+from libra_cli.node.processes.ports import PORTS
 from libra_cli.node.processes.proc import Marker
 from libra_cli.node.processes.supervisor import StopResult, Supervisor
 
@@ -37,7 +38,7 @@ def remove_traces(stopped: StopResult) -> None:
     """Remove what a run needs only while it lives; what processes use that are left, stays."""
     with suppress(OSError):
         shutil.rmtree(os.path.realpath(WEIGHTS), ignore_errors=True)
-        for name in (WEIGHTS, SOCKET, TOKEN, CREDENTIALS, LIFE):
+        for name in (WEIGHTS, SOCKET, TOKEN, CREDENTIALS, LIFE, PORTS):
             Path(name).unlink(missing_ok=True)
         if not stopped.leftovers:
             temporary.remove()

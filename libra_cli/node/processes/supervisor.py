@@ -38,7 +38,7 @@ from libra_cli.node.processes import proc
 from libra_cli.node.processes.agent_log import LOG
 from libra_cli.node.processes.cores import PLACES, bound_to
 from libra_cli.node.processes.log_rotation import rotate
-from libra_cli.node.processes.ports import Ports
+from libra_cli.node.processes.ports import PORTS, Ports
 from libra_cli.node.processes.private_files import private, write_private
 from libra_cli.node.processes.proc import Marker, ProcessIdentity, boot_id
 
@@ -115,7 +115,7 @@ class Supervisor:
         self._run_dir = run_dir
         self._marker = marker
         self._report = report
-        self.ports = Ports(run_dir / "ports.json")
+        self.ports = Ports(run_dir / PORTS)
         self._children: dict[str, Child] = {}
         self._reaping: dict[str, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None

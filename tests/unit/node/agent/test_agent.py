@@ -24,6 +24,7 @@ from libra_cli.node.http import carries_token, read_token
 from libra_cli.node.processes import log_rotation, proc
 from libra_cli.node.processes.private_files import write_private
 from libra_cli.node.processes.proc import Marker, boot_id
+from libra_cli.node.processes.stop import stop_everything
 from libra_cli.node.processes.supervisor import RECORD, Child, Supervisor
 
 
@@ -150,6 +151,18 @@ def test_ports_of_a_process_that_cannot_be_started_stay_reserved(run_dir) -> Non
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
     made.ports.release([port])
+
+
+def test_the_ports_of_a_run_that_was_stopped_are_free_for_its_next_life(run_dir) -> None:
+    """They stayed reserved beside those that the run asked for then: a small range ran out."""
+    first = supervisor(run_dir)
+    taken = first.ports.take(22000, 22999, 2, ())
+    first.ports.release(taken)  # as the kernel does, when its agent ends
+    stop_everything(run_dir)
+    successor = supervisor(run_dir)
+    successor.ports.open()
+    assert successor.ports.take(taken[0], taken[-1], 2, ()) == taken
+    successor.ports.release(taken)
 
 
 @pytest.mark.parametrize("reaped", [False, True])
