@@ -13,7 +13,8 @@
                                         bytes, published_at
     saved        step                   path, or error, of the checkpoint asked for with the step
     log_ratios   step                   packed: of the newest step's tokens; refused of any other
-    checkpoint   ledger                 path, or error, when one of now is written
+    checkpoint   ledger, id             path, or error, when one of now is written; the same id
+                                        again asks for that one
 
 Those of ``node.command_queue`` come on top. A step that is done may be followed by the next one
 while its version is written. What is told of a step is kept until ``KEPT_STEPS`` later ones have
@@ -98,6 +99,8 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
     """What was taken for the newest steps and their parts (the step itself: 0), as ``_digest``."""
     _checkpoints: int = 0
     """Number of ``checkpoint`` orders that have come."""
+    _ordered: tuple[str, int] = ("", 0)
+    """The id of the last ``checkpoint`` order, and its number."""
     _written: dict[int, Answer] = field(default_factory=dict)
     """The answer to each of these orders that is carried out, by its number from 1 on."""
 
@@ -154,7 +157,7 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
             case "accumulate":
                 return self._accumulate(order)
             case "checkpoint":
-                return self._save(order["ledger"])
+                return self._save(order["ledger"], str(order.get("id", "")))
             case "log_ratios":
                 return self._packed_log_ratios(int(order["step"]))
             case "accumulated":
@@ -252,13 +255,17 @@ class CommandQueue(BaseCommandQueue[WorkCommand]):
             answer = {"packed": self._log_ratios}
         return lambda: answer
 
-    def _save(self, ledger: Mapping[str, Any]) -> Later:
-        """Order a checkpoint, and return what gives its path or error once it is written."""
+    def _save(self, ledger: Mapping[str, Any], ordered: str) -> Later:
+        """Order a checkpoint, unless this order has come before, and return what gives its path or
+        error once it is written."""
         with self._changed:
             self._check_available("trainer")
-            self._checkpoints += 1
-            number = self._checkpoints
-            self._add(CheckpointCommand(ledger))
+            before, number = self._ordered
+            if not ordered or ordered != before:
+                self._checkpoints += 1
+                number = self._checkpoints
+                self._ordered = ordered, number
+                self._add(CheckpointCommand(ledger))
         return self._later(lambda: self._written.get(number))
 
 

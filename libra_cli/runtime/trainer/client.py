@@ -7,6 +7,7 @@ An order is handed over, and then what comes of it is asked for; both may be rep
 from __future__ import annotations
 
 import logging
+import secrets
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -125,9 +126,10 @@ class TrainerClient(RankClient):
         return _path_of(await self._persist("saved", {"step": step}, patience_s=patience_s))
 
     @reads_answers(TrainerError)
-    async def checkpoint(self, ledger: dict[str, Any]) -> str:
+    async def checkpoint(self, ledger: dict[str, Any], *, patience_s: float) -> str:
         """Write a checkpoint now; returns its path on the trainer's host."""
-        return _path_of(await self._call("checkpoint", {"ledger": ledger}))
+        order = {"ledger": ledger, "id": secrets.token_hex(8)}
+        return _path_of(await self._persist("checkpoint", order, patience_s=patience_s))
 
     def _published(self, answer: Answer) -> PublishedVersion:
         return PublishedVersion(

@@ -73,7 +73,7 @@ class TrainerConnection(Protocol):
         """
         ...
 
-    async def checkpoint(self, ledger: dict[str, Any]) -> str:
+    async def checkpoint(self, ledger: dict[str, Any], *, patience_s: float) -> str:
         """Write a checkpoint now; returns its path on rank 0's host, or raises ``NotSaved``."""
         ...
 

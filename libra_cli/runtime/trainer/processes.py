@@ -138,7 +138,7 @@ class TrainerProcesses:
                     action, patience_s=self._patience_s, images=images
                 )
             case Checkpoint():
-                waiting = self._trainer.checkpoint(action.ledger)
+                waiting = self._trainer.checkpoint(action.ledger, patience_s=self._patience_s)
                 return await saved_or_not(action.incarnation, action.step, waiting)
             case _:
                 assert_never(action)

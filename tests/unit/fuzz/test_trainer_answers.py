@@ -68,7 +68,7 @@ async def trained(call: str, answers: Mapping[str, Any]) -> Any:
         case "accumulate":
             return await client.accumulate(Accumulate(1, 1, 1, ()), patience_s=0.0)
         case "checkpoint":
-            return await client.checkpoint({})
+            return await client.checkpoint({}, patience_s=0.0)
         case _:
             return await getattr(client, call)(1, patience_s=0.0)
 

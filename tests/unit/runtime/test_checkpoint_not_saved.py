@@ -30,7 +30,7 @@ def test_the_trainer_says_why_it_could_not_write_one(with_a_step: bool) -> None:
         client = OneAnswer(1, Endpoint("/nowhere.sock"), "token")
         if with_a_step:
             return await client.wait_checkpoint(3, patience_s=1.0)
-        return await client.checkpoint({})
+        return await client.checkpoint({}, patience_s=1.0)
 
     with pytest.raises(NotSaved, match="disk full"):
         asyncio.run(ask())

@@ -16,7 +16,7 @@ from libra_cli.core.actions import Train
 from libra_cli.core.events import PublishedVersion, StepDone
 from libra_cli.core.types import LogRatios, WeightVersion
 from libra_cli.node.command_queue import IdleCommand, RankServer
-from libra_cli.node.trainer.commands import CommandQueue, TrainCommand
+from libra_cli.node.trainer.commands import CheckpointCommand, CommandQueue, TrainCommand
 from libra_cli.runtime.hosts.transport import Endpoint
 from libra_cli.runtime.processes import stream
 from libra_cli.runtime.processes.control import RETRY_S
@@ -186,6 +186,29 @@ def test_a_step_goes_on_over_connections_that_are_lost_and_is_taken_once(
         queue.done(3, {"loss": 0.5})
         assert await training == StepDone(0, 3, None, {"loss": 0.5}, log_ratios=None)
         assert isinstance(queue.next(0), IdleCommand)
+
+    with_trainer(queue, scene)
+
+
+def test_a_checkpoint_goes_on_over_connections_that_are_lost_and_is_written_once(
+    queue: CommandQueue,
+) -> None:
+    """A cut of a second ended the trainer, and with it the steps since the checkpoint before."""
+
+    async def scene(client: TrainerClient, path: str) -> None:
+        waiting = asyncio.ensure_future(client.checkpoint({"at": 2}, patience_s=PATIENCE_S))
+        command = await asyncio.to_thread(queue.next, PATIENCE_S)
+        assert command == CheckpointCommand({"at": 2})
+        assert client._stream is not None
+        client._stream.close()
+        await asyncio.sleep(2 * RETRY_S)
+        await client._call("check", {})
+        queue.saved(2, "/checkpoints/2")
+        assert await waiting == "/checkpoints/2"
+        assert isinstance(queue.next(0), IdleCommand)
+        again = asyncio.ensure_future(client.checkpoint({"at": 2}, patience_s=PATIENCE_S))
+        assert await asyncio.to_thread(queue.next, PATIENCE_S) == command, "another order"
+        again.cancel()
 
     with_trainer(queue, scene)
 

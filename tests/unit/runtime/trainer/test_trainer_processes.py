@@ -44,7 +44,7 @@ class FakeTrainer:
     async def wait_checkpoint(self, step: int, *, patience_s: float) -> str:
         return f"/checkpoints/{step}"
 
-    async def checkpoint(self, ledger: object) -> str:
+    async def checkpoint(self, ledger: object, *, patience_s: float) -> str:
         raise NotSaved("No space left on device")
 
     async def stop(self) -> None:
