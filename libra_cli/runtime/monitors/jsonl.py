@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 
 from libra_cli.runtime.monitors.protocol import MonitoredRun
+from libra_cli.runtime.store.run_directory import append_whole
 
 FILE = "metrics.jsonl"
 
@@ -39,6 +40,5 @@ class JsonLines:
     def _write(self) -> None:
         lines = "".join(self._lines)
         if lines:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(lines)
+            append_whole(self._path, lines)
             self._lines.clear()

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from libra_cli.config.errors import EnvironmentBroken, StateError
 from libra_cli.core.types import TrajectoryId
 from libra_cli.envs.png import size_of
+from libra_cli.runtime.store.run_directory import append_whole
 
 IMAGES = "images"
 PLACES = "places.jsonl"
@@ -66,8 +67,7 @@ class ImageStore:
             draft = file.with_suffix(".draft")
             draft.write_bytes(image.png)
             draft.replace(file)
-        with (self._directory / PLACES).open("a", encoding="ascii") as places:
-            places.write(json.dumps([*trajectory, *kept]) + "\n")
+        append_whole(self._directory / PLACES, json.dumps([*trajectory, *kept]) + "\n")
         self._places[trajectory].append(kept)
 
     def of(self, trajectory: TrajectoryId) -> tuple[ShownImage, ...]:

@@ -117,6 +117,22 @@ def write_private(path: Path, text: str) -> None:
         draft.unlink(missing_ok=True)
 
 
+def append_whole(path: Path, text: str) -> None:
+    """Write text at the end of a file: all of it, or nothing where a disk takes only a part.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        end, rest = file.seek(0, os.SEEK_END), memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
 def newest_run(directory: Path = RUNS) -> Path:
     """The run under ``directory`` that started last.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import sys
 import threading
 import time
@@ -245,6 +246,24 @@ def test_a_monitor_that_fails_is_named_once_without_secrets(
     (note,) = notes
     assert note.endswith("is dropped: SystemExit: cannot reach http://***@host with ***")
     assert ALIVE[0].told["log"] == 1
+
+
+def test_a_full_disk_leaves_no_half_of_a_line(tmp_path: Path) -> None:
+    """What was written of it stood before the next line, and pandas read neither."""
+    lines = JsonLines()
+    lines.start(MonitoredRun("r", tmp_path, {}))
+    lines.log(1, {"reward": 0.5})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    size = (tmp_path / FILE).stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 8, hard))
+    try:
+        lines.log(2, {"reward": 0.6})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / FILE).stat().st_size == size
+    lines.log(3, {"reward": 0.7})
+    steps = [json.loads(line)["step"] for line in (tmp_path / FILE).read_text().splitlines()]
+    assert steps == [1, 2, 3]
 
 
 def test_a_line_that_cannot_be_written_now_is_written_with_the_next(tmp_path: Path) -> None:
