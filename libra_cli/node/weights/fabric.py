@@ -12,8 +12,8 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,9 +42,10 @@ class FabricMember:
             AgentRefused: the member is busy, or cannot listen on the interface.
         """
         order = {"op": "join", "interface": interface, "rank": rank, "size": size}
-        is_new = self._process is None or self._process.poll() is not None
-        answer = self._ask(order, silent_s=IMPORT_S if is_new else SILENT_S)
-        self._group = group
+        with self._alone():
+            is_new = self._process is None or self._process.poll() is not None
+            answer = self._ask(order, silent_s=IMPORT_S if is_new else SILENT_S)
+            self._group = group
         return str(answer["address"])
 
     def connect(self, group: str, addresses: Sequence[str]) -> None:
@@ -92,12 +93,23 @@ class FabricMember:
     ) -> None:
         if group != self._group:
             raise AgentRefused("weights", f"the group {group} is not the one joined here")
+        with self._alone():  # an order that comes again must not end what it has begun
+            try:
+                self._ask(order, silent_s=silent_s, came=came)
+            except AgentRefused:
+                self._kill()  # a group that has lost a rank may go on writing what still comes
+                self._running()  # the next one imports torch before it is wanted
+                raise
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other orders off meanwhile. Raises AgentRefused if one is being carried out."""
+        if not self._busy.acquire(blocking=False):
+            raise AgentRefused("weights", "another version is on its way over the fabric")
         try:
-            self._ask(order, silent_s=silent_s, came=came)
-        except AgentRefused:
-            self._kill()  # a group that has lost a rank may go on writing what still comes
-            self._running()  # the next one imports torch before it is wanted
-            raise
+            yield
+        finally:
+            self._busy.release()
 
     def _ask(
         self,
@@ -106,15 +118,10 @@ class FabricMember:
         silent_s: float,
         came: Callable[[str, int], None] = lambda name, index: None,
     ) -> dict[str, Any]:
-        if not self._busy.acquire(blocking=False):
-            raise AgentRefused("weights", "another version is on its way over the fabric")
-        try:
-            self._write(order)
-            while "chunk" in (answer := self._answer(silent_s)):
-                name, index = answer["chunk"]
-                came(str(name), int(index))
-        finally:
-            self._busy.release()
+        self._write(order)
+        while "chunk" in (answer := self._answer(silent_s)):
+            name, index = answer["chunk"]
+            came(str(name), int(index))
         if "error" in answer:
             raise AgentRefused("weights", str(answer["error"]))
         return answer
