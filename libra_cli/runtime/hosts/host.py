@@ -112,8 +112,8 @@ class Host:
         self._first_rejoin_s = first_rejoin_s
         self._run_id = ""
         self._hello: Message = {}
-        self._exits: dict[tuple[str, int], bool] = {}
-        """Whether the exit of each known process, by name and pid, has been reported."""
+        self._exits: dict[tuple[str, int, int], bool] = {}
+        """Whether the exit of each known process, by name, pid and start, has been reported."""
         self._connection = AgentConnection(name, self._on_message)
         self._keep_task: asyncio.Task[None] | None = None
         self._life: str | None = None
@@ -596,9 +596,9 @@ class Host:
             if row["state"] == "exited":
                 self._exited(row)
         known = {_key(row) for row in rows}
-        for process, pid in [key for key, reported in self._exits.items() if not reported]:
-            if (process, pid) not in known:  # the agent is not the one that started it
-                self._exited({"process": process, "pid": pid})
+        for key in [key for key, reported in self._exits.items() if not reported]:
+            if key not in known:  # the agent is not the one that started it
+                self._exited(dict(zip(("process", "pid", "started"), key, strict=True)))
 
     def _exited(self, row: Message) -> None:
         if self._exits.get(_key(row)):
@@ -614,5 +614,5 @@ def _words(error: Exception) -> str:
     return str(error) if isinstance(error, LibraError) else words_of(error)
 
 
-def _key(row: Message) -> tuple[str, int]:
-    return row["process"], row["pid"]
+def _key(row: Message) -> tuple[str, int, int]:
+    return row["process"], row["pid"], row["started"]  # the kernel gives a pid again

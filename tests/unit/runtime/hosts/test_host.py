@@ -33,13 +33,15 @@ class FakeAgent:
     def __init__(self, life: str = "a") -> None:
         self.life = life
         self.processes: list[dict[str, object]] = []
+        self.started = 1
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, object]:
         result: object = None
         if request["op"] == "hello":
             result = {"pid": 1, "life": self.life, "processes": self.processes}
         elif request["op"] == "start":
-            row = {"process": request["process"], "pid": len(self.processes) + 100, "started": 1}
+            pid = len(self.processes) + 100
+            row = {"process": request["process"], "pid": pid, "started": self.started}
             self.processes.append({**row, "log": "/l", "state": "running"})
             result = self.processes[-1]
         elif request["op"] == "list":
@@ -235,6 +237,28 @@ def test_the_successor_in_the_same_life_keeps_the_processes(monkeypatch) -> None
         await one.transport.streams[-1].close()
         await one.seen(Reconnected)
         assert Exited not in one.kinds
+        await one.host.close()
+
+    asyncio.run(scene())
+
+
+def test_the_exit_of_a_process_with_the_pid_of_an_earlier_one_is_told(monkeypatch) -> None:
+    async def scene() -> None:
+        one = Scene(monkeypatch, lease_s=60.0)
+        await one.open()
+        for started in (1, 2):
+            agent = one.transport.agent
+            agent.processes = []
+            agent.started = started
+            row = await one.host.start("server-0", ["x"])
+            gone = {"process": "server-0", "pid": row.pid, "started": row.started}
+            for _ in range(2):  # and each is told once
+                one.transport.streams[-1].say({"event": "exited", **gone})
+            async with asyncio.timeout(DEADLINE_S):
+                while one.kinds.count(Exited) < started:
+                    await asyncio.sleep(0.002)
+        await asyncio.sleep(0.02)
+        assert one.kinds.count(Exited) == 2
         await one.host.close()
 
     asyncio.run(scene())
