@@ -114,7 +114,7 @@ async def _export(host: Host, spec: NodeSpec, order: Mapping[str, object]) -> in
 
 
 async def fetch_model(host: Host, directory: str, to: Path) -> None:
-    """Copy a directory of plain files from a host to the controller.
+    """Copy a directory of plain files from a host to the controller; each appears whole.
 
     Raises:
         HostError: the host does not answer, or a file cannot be read or written.
@@ -122,4 +122,9 @@ async def fetch_model(host: Host, directory: str, to: Path) -> None:
     names = await names_in(host.transport, directory)
     await asyncio.to_thread(to.mkdir, parents=True, exist_ok=True)
     for name in names:
-        await host.transport.fetch(f"{directory}/{name}", to / name)
+        draft = to / f".{name}.part"
+        try:
+            await host.transport.fetch(f"{directory}/{name}", draft)
+            await asyncio.to_thread(draft.replace, to / name)
+        finally:
+            draft.unlink(missing_ok=True)
