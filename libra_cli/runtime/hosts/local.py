@@ -184,10 +184,10 @@ def _put_tree(files: Mapping[str, bytes], directory: Path) -> None:
     if directory.exists():
         return
     draft = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}")
-    for name, data in files.items():
-        (draft / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (draft / name).write_bytes(data)
     try:
+        for name, data in files.items():
+            (draft / name).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (draft / name).write_bytes(data)
         os.rename(draft, directory)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)

@@ -106,3 +106,11 @@ def test_code_that_is_missing_in_part_is_written_anew(code) -> None:
     shutil.rmtree(code / "libra_cli/node")
     put(code)
     assert (code / "libra_cli/node/agent.py").exists()
+
+
+def test_a_tree_that_cannot_be_written_leaves_nothing_of_it_here(tmp_path) -> None:
+    """Each try at a full disk left another directory, which made it fuller."""
+    files = {"a": b"x", "a/b": b"no directory can be where a file is"}
+    with pytest.raises(HostError, match=r"local: .*/a"):
+        asyncio.run(LocalTransport().put_tree(files, str(tmp_path / "code")))
+    assert not any(tmp_path.iterdir())
