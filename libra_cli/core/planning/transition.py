@@ -336,7 +336,10 @@ def _prefill_again_s(
     stopped = today.rollout_gpus - stays.layout.rollout_gpus
     if stopped <= 0 or not then.buckets:
         return 0.0
-    in_flight = playing.overlap * playing.trajectories * stopped / today.rollout_gpus
+    times = search.served_by(today.models).times(today)
+    training = min(1.0, times.train_s / times.step_s) if times.step_s < inf else 1.0
+    steps = playing.open(playing.in_flight(training))
+    in_flight = steps * playing.trajectories * stopped / today.rollout_gpus
     tokens = in_flight * playing.mean_context / 2
     rate = 0.0
     for bucket in then.buckets:

@@ -301,7 +301,11 @@ class MigrationTracker:
             return False
         if server.state in (ReplicaState.SERVING, ReplicaState.FAILED):
             return server.state is ReplicaState.SERVING
-        return (life.resizing and server.has_worked) or not wanted.trains_on(server.slot)
+        if not wanted.trains_on(server.slot):
+            return True
+        back = [wanted.slots[one] for one in life.proved_slots]
+        barred = any(one.overlaps(server.slot) or self._servers.is_given_up(one) for one in back)
+        return life.resizing and server.has_worked and not barred
 
     def _keep_a_server(self) -> list[Result]:
         """Keep the server likeliest to work, if the plan has no other that could serve."""
@@ -316,10 +320,11 @@ class MigrationTracker:
             self._wanted.give_back(best.slot.id, Role.ROLLOUT, best.bucket)
         return [PlanMended()]
 
-    def _hope(self, server: Replica) -> tuple[bool, bool, bool]:
+    def _hope(self, server: Replica) -> tuple[bool, bool, bool, bool]:
         """Return a key that is the greater, the likelier and sooner a server works there."""
+        there = not self._servers.is_given_up(server.slot)
         free = not self._wanted.trains_on(server.slot)
-        return server.state is ReplicaState.SERVING, server.has_worked, free
+        return server.state is ReplicaState.SERVING, there, server.has_worked, free
 
 
 def _phase(move: SlotMigration, old: Replica | None, new: Replica | None) -> MigrationPhase | None:

@@ -184,7 +184,9 @@ class RunObserver:
         samples = completed(ended, alive) if early else tuple(ended)
         extras = self._extras.mean(since or RECENT)
         work = workload_of(self._recipe, samples, extras, self._rule)
-        work = self.early.toward(self._recipe.planner.lengths, work, len(ended))
+        planner = self._recipe.planner
+        told = None if planner.trace else planner.lengths
+        work = self.early.toward(told, work, len(ended))
         asked = self._asked.demands(since or RECENT, work.finished)
         return replace(work, models=asked)
 

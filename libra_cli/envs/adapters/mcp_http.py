@@ -55,7 +55,8 @@ class HttpTransport:
         try:
             async with self._http.post(self._url, json=message, headers=self._headers) as response:
                 if response.status >= 400:
-                    raise self.broken(f"HTTP {response.status}: {(await response.text())[:300]}")
+                    words = (await response.content.read(300)).decode(errors="replace")
+                    raise self.broken(f"HTTP {response.status}: {words}")
                 if "Mcp-Session-Id" in response.headers:
                     self._headers["Mcp-Session-Id"] = response.headers["Mcp-Session-Id"]
                 if wanted is None:

@@ -207,7 +207,8 @@ class Shell:
                 break
             self.close()  # the shell had ended by itself
             answer, body = self._ask(told)
-        else:
+        if "again" in answer:
+            self.close()
             raise OSError(errno.ECANCELED, KILLED)
         notes = [ANEW] if self._ended else []
         self._ended = False

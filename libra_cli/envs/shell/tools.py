@@ -7,6 +7,7 @@ tools.step(call)       what it reads; ToolFailed is raised where it has to do be
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,8 @@ class SandboxTools:
         try:
             return told(self._shell.run(command, timeout_s=self._timeout_s))
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # of this process, and nobody's command
+                raise
             raise ToolFailed(f"no shell can be started: {error.strerror}") from error
 
     def _python(self, arguments: Mapping[str, Any]) -> str:

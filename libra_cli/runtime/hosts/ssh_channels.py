@@ -92,13 +92,17 @@ class ChannelStream:
         try:
             await self._call(self._send_all, data, timeout_s=limit_s)
         except HostError:
-            await self.close()  # half a message may have gone, and nothing can follow that
+            await self.close()
             raise
 
     def _send_all(self, data: bytes) -> None:
         # paramiko sends a long message in parts, between which another thread's would get.
         with self._sending:
-            self._channel.sendall(data)
+            try:
+                self._channel.sendall(data)
+            except BaseException:  # half of it may have gone, and nothing can follow that
+                self._channel.close()
+                raise
 
     async def end_input(self) -> None:
         await self._call(self._channel.shutdown_write)

@@ -158,6 +158,17 @@ def test_what_the_recipe_says_of_lengths_counts_until_the_first_steps_are_traine
     assert observer.workload.mean_generated == 10
 
 
+def test_lengths_that_a_trace_stands_for_count_for_nothing() -> None:
+    planner = {"trace": "mint", "lengths": {"generated": 30.0}}
+    observer = RunObserver(world.recipe(**ROOM, planner=planner))
+    observer.saw(record_of_plan(0, START, 0.0, "start", None))
+    for group in range(16):
+        observer.saw(replace(TURN, group_id=group))
+        observer.saw(replace(ENDED, group_id=group, turns=1, generated_tokens=10))
+    assert observer.workload is not None
+    assert observer.workload.mean_generated == 10
+
+
 def played(group: int, turn: int, at: float, ended_at: float) -> TurnRecord:
     """A turn that was asked for and began at a time."""
     row = replace(TURN, group_id=group, turn=turn, queued_at=at)

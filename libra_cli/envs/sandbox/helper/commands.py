@@ -197,6 +197,7 @@ def start(place: Enclosure, proc: int, what: Order, out: Output, err: Output | N
         )
     except OSError as error:
         if not place.settled():
+            place.wait_ended()  # who asks again would enter what still ends
             raise PlaceEnded from error
         raise
     finally:

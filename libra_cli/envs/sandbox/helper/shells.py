@@ -47,14 +47,16 @@ def serve_shell(place: Enclosure, told: Mapping[str, Any], caller: socket.socket
 
     Raises:
         PlaceEnded: all processes of the place have been killed as it began.
-        OSError: only the shell has been killed.
+        OSError: only the shell has been killed, or ends by itself.
     """
     shell = _Shell(place, enter(place), told)
     reply = shell.run(_BEGIN, _BEGIN_S, caller, quoted=False)[0]
     if ALL_ENDED in reply["note"]:
         raise PlaceEnded
-    if reply["ended"] and reply["code"] == _KILLED and not reply["timed_out"]:
-        raise OSError(errno.ECANCELED, KILLED)
+    if reply["ended"] and not reply["timed_out"]:
+        code = reply["code"]
+        why = KILLED if code == _KILLED else f"it ends as it starts, with exit status {code}"
+        raise OSError(errno.ECANCELED, why)
     send(caller, {"ended": reply["ended"], "news": place.news})
     try:
         while not shell.ended:

@@ -148,6 +148,19 @@ def test_the_only_server_fails_where_the_core_was_while_that_resizes(worked: boo
     world.steps_on()
 
 
+def test_a_core_that_comes_up_does_not_go_back_to_a_node_that_is_given_up():
+    world = scene()
+    plan, bucket = world.machine.plan, dict(world.machine.plan.servers)["b/1"]
+    world.choose(replace(plan, servers=(("b/1", bucket),), train=("c/0", "b/0", A0)))
+    world.arrive()
+    world.silent = of(e.TrainerStarted)
+    world.choose(replace(plan, servers=((A0, bucket),), train=("c/0", "b/0", "b/1")))
+    world.until(lambda: world.state(A0)[0] is ReplicaState.STARTING)
+    world.give(e.NodeLost("a", "cable"))
+    world.give(e.NodeGone("a", "its lease has run out"))
+    assert world.machine.reconciler.plan(()).train == ("c/0", "b/0", "b/1")
+
+
 @pytest.mark.parametrize("died", [False, True])
 def test_a_plan_that_wants_the_slot_of_a_core_that_comes_back_waits_for_it(died: bool):
     world = scene()

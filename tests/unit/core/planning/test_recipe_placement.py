@@ -233,7 +233,9 @@ def test_slots_that_change_sides_with_others_cost_what_both_halves_lack_meanwhil
     step_end_s, trained_s = 5.0, prices.to_training_s
     later_s = step_end_s + prices.arrive(4) - trained_s
     known = now.workload
-    tokens = known.overlap * known.trajectories / 4 * known.mean_context / 2
+    times = search.times(layout)
+    steps = known.open(known.in_flight(times.train_s / times.step_s))
+    tokens = steps * known.trajectories / 4 * known.mean_context / 2
     again_s = tokens * PROFILE.servers[4].linear().prefill_token_s / 4
     swap_s = lost(trained_s, 12) + lost(later_s, 16, (4,)) + again_s
     assert cost_s(plan("n3/1")) == pytest.approx(swap_s)

@@ -36,9 +36,12 @@ def paced(seconds: float, meanwhile: Layout, then: Layout) -> float:
     return seconds * (1 - SEARCH.times(then).step_s / SEARCH.times(meanwhile).step_s)
 
 
-def prefilled_s(share: float, degree: int, servers: int) -> float:
-    """Seconds in which servers prefill that share of the trajectories again, half grown."""
-    tokens = share * WORK.overlap * WORK.trajectories * WORK.mean_context / 2
+def anew_s(today: Layout, share: float, degree: int, servers: int) -> float:
+    """Seconds in which servers prefill that share of the trajectories again, half grown: of those
+    in flight whose groups are still played, for others wait for training or are in it."""
+    times = SEARCH.times(today)
+    steps = WORK.overlap - times.train_s / times.step_s - WORK.ready
+    tokens = share * steps * WORK.trajectories * WORK.mean_context / 2
     return tokens * PROFILE.servers[degree].linear().prefill_token_s / servers
 
 
@@ -58,7 +61,7 @@ def test_servers_that_become_workers_cost_the_pace_of_those_that_stay() -> None:
     today, then = layout(16, (1, 8)), layout(20, (1, 4), workers=(4,))
     lost_s = paced(60.0, layout(16, (1, 4)), then)
     assert lost_s > 1
-    assert moves_cost_s(SEARCH, today, then) == pytest.approx(lost_s + prefilled_s(0.5, 1, 4))
+    assert moves_cost_s(SEARCH, today, then) == pytest.approx(lost_s + anew_s(today, 0.5, 1, 4))
 
 
 def test_gpus_that_come_from_training_cost_the_pace_of_those_that_stay_until_they_serve() -> None:
@@ -72,30 +75,30 @@ def test_gpus_that_come_from_training_cost_the_pace_of_those_that_stay_until_the
 def test_one_server_stays_until_another_serves_beside_it() -> None:
     today, then = layout(16, (4, 2)), layout(16, (2, 4))
     lost_s = paced(80.0 + GRACE_S, layout(16, (4, 1)), then)
-    assert moves_cost_s(SEARCH, today, then) == pytest.approx(lost_s + prefilled_s(1.0, 2, 4))
+    assert moves_cost_s(SEARCH, today, then) == pytest.approx(lost_s + anew_s(today, 1.0, 2, 4))
 
 
 def test_rollout_stands_still_where_the_next_server_needs_the_gpus_of_all() -> None:
     today, then = layout(16, (4, 2)), layout(16, (8, 1))
     still_s = 80.0 + GRACE_S
-    assert moves_cost_s(SEARCH, today, then) == pytest.approx(still_s + prefilled_s(1.0, 8, 1))
+    assert moves_cost_s(SEARCH, today, then) == pytest.approx(still_s + anew_s(today, 1.0, 8, 1))
 
 
 def test_gpus_of_the_last_server_train_once_another_serves() -> None:
     today, then = layout(12, (4, 3)), layout(16, (8, 1), workers=(4,))
     lost_s = paced(80.0 + GRACE_S, layout(12, (4, 1)), then)
     lost_s += paced(60.0, layout(12, (8, 1)), then)
-    assert moves_cost_s(SEARCH, today, then) == pytest.approx(lost_s + prefilled_s(1.0, 8, 1))
+    assert moves_cost_s(SEARCH, today, then) == pytest.approx(lost_s + anew_s(today, 1.0, 8, 1))
 
 
 def test_a_restart_stands_for_all_of_itself_and_what_moves_meanwhile_is_free() -> None:
     today, then = layout(16, (1, 8)), layout(20, (1, 4))
     cost_s = moves_cost_s(SEARCH, today, then, restart_s=90.0)
-    assert cost_s == pytest.approx(90.0 + prefilled_s(0.5, 1, 4))
+    assert cost_s == pytest.approx(90.0 + anew_s(today, 0.5, 1, 4))
     replaced = layout(16, (4, 2))
     rest_s = paced(80.0 + GRACE_S - 50.0, layout(16, (1, 1)), replaced)
     cost_s = moves_cost_s(SEARCH, today, replaced, restart_s=50.0)
-    assert cost_s == pytest.approx(50.0 + rest_s + prefilled_s(1.0, 4, 2))
+    assert cost_s == pytest.approx(50.0 + rest_s + anew_s(today, 1.0, 4, 2))
 
 
 def test_what_is_faster_meanwhile_than_then_costs_nothing() -> None:
@@ -107,7 +110,7 @@ def test_a_restart_waits_for_the_last_server_where_its_gpus_are_to_train() -> No
     today, then = layout(12, (4, 3)), layout(16, (8, 1))
     lost_s = paced(80.0 + GRACE_S, layout(12, (4, 1)), then) + 90.0
     cost_s = moves_cost_s(SEARCH, today, then, restart_s=90.0)
-    assert cost_s == pytest.approx(lost_s + prefilled_s(1.0, 8, 1))
+    assert cost_s == pytest.approx(lost_s + anew_s(today, 1.0, 8, 1))
 
 
 def slot(name: str, node: str, gpus: tuple[int, ...]) -> Slot:
@@ -194,17 +197,17 @@ def test_workers_that_replace_others_train_as_soon_as_they_have_come() -> None:
     stays = Staying(layout(12, (2, 2)), from_workers=frozenset({2}))
     lost_s = paced(60.0, layout(12, (2, 2)), then) + paced(20.0, layout(16, (2, 2)), then)
     cost_s = moves_cost_s(SEARCH, today, then, stays, step_end_s=40.0)
-    assert cost_s == pytest.approx(lost_s + prefilled_s(0.5, 2, 4), rel=1e-3)
+    assert cost_s == pytest.approx(lost_s + anew_s(today, 0.5, 2, 4), rel=1e-3)
 
 
 def test_what_comes_from_a_core_starts_while_that_restarts() -> None:
     today, then = layout(16, (2, 2)), layout(12, (2, 2), workers=(4,))
     stays = Staying(layout(8), from_core=frozenset({2}), cut_from_core=True)
     cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0, step_end_s=5.0)
-    assert cost_s == pytest.approx(90.0 + prefilled_s(1.0, 2, 2))
+    assert cost_s == pytest.approx(90.0 + anew_s(today, 1.0, 2, 2))
     quick_s = moves_cost_s(SEARCH, today, then, stays, restart_s=30.0, step_end_s=5.0)
     lost_s = 45.0 + paced(20.0, layout(8, (2, 2)), then)
-    assert quick_s == pytest.approx(lost_s + prefilled_s(1.0, 2, 2))
+    assert quick_s == pytest.approx(lost_s + anew_s(today, 1.0, 2, 2))
 
 
 def test_what_comes_from_a_core_that_waits_for_the_last_server_frees_nobody() -> None:
@@ -215,7 +218,7 @@ def test_what_comes_from_a_core_that_waits_for_the_last_server_frees_nobody() ->
     )
     cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0, step_end_s=5.0)
     lost_s = paced(80.0 + GRACE_S, layout(16, (8, 1)), then) + 90.0
-    again_s = 1 / (1 / prefilled_s(1.0, 4, 1) + 1 / prefilled_s(1.0, 2, 2))
+    again_s = 1 / (1 / anew_s(today, 1.0, 4, 1) + 1 / anew_s(today, 1.0, 2, 2))
     assert cost_s == pytest.approx(lost_s + again_s)
 
 
@@ -224,7 +227,7 @@ def test_a_restart_waits_for_no_server_whose_gpus_the_core_does_not_need() -> No
     stays = Staying(layout(8), (PlannedBucket(4, 1, 3000, 64),), replacing=frozenset({2}))
     lost_s = 90.0 + paced(80.0 + GRACE_S - 90.0, layout(12, (4, 1)), then)
     cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0)
-    assert cost_s == pytest.approx(lost_s + prefilled_s(1.0, 2, 6))
+    assert cost_s == pytest.approx(lost_s + anew_s(today, 1.0, 2, 6))
 
 
 def test_workers_that_go_do_not_train_until_the_core_restarts() -> None:
@@ -233,7 +236,7 @@ def test_workers_that_go_do_not_train_until_the_core_restarts() -> None:
     stays = Staying(layout(8), last, core_waits=True, from_workers=frozenset({4}))
     cost_s = moves_cost_s(SEARCH, today, then, stays, restart_s=90.0)
     lost_s = 90.0 + paced(40.0, layout(8, (8, 1)), then)
-    assert cost_s == pytest.approx(lost_s + prefilled_s(1.0, 4, 2))
+    assert cost_s == pytest.approx(lost_s + anew_s(today, 1.0, 4, 2))
 
 
 def test_servers_of_frozen_models_work_when_they_have_started() -> None:
@@ -253,4 +256,4 @@ def test_what_is_in_flight_is_prefilled_again_and_not_what_comes() -> None:
     today, then = layout(16, (1, 8)), layout(20, (1, 4), workers=(4,))
     longer = WORK.stretched(2.0)
     apart_s = moves_cost_s(SEARCH, today, then, playing=longer) - moves_cost_s(SEARCH, today, then)
-    assert apart_s > 0.5 * prefilled_s(0.5, 1, 4)
+    assert apart_s > 0.5 * anew_s(today, 0.5, 1, 4)

@@ -16,6 +16,7 @@ from libra_cli.config.environment import EnvironmentSpec
 from libra_cli.config.errors import EnvironmentBroken, SandboxBroken
 from libra_cli.config.sandbox import SandboxSection
 from libra_cli.envs.protocol import ToolCall, ToolFailed
+from libra_cli.envs.sandbox.sandbox import Shell
 from libra_cli.envs.sandbox.sandboxes import Sandboxes
 from libra_cli.envs.sandbox.spec import SandboxLimits, SandboxSpec
 from libra_cli.envs.shell.environment import ShellTasks
@@ -116,15 +117,42 @@ def test_the_editor_views_creates_and_replaces(shell: ShellTasks) -> None:
             edit(command, path, **rest)
 
 
-def test_a_model_that_has_left_no_room_for_a_shell_reads_so() -> None:
+def tools_that_fail(error: int) -> SandboxTools:
     def refused(command: str, *, timeout_s: float | None) -> None:
-        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        raise OSError(error, os.strerror(error))
 
     unused: Any = None
     full: Any = SimpleNamespace(run=refused)
-    tools = SandboxTools(unused, shell=full)
+    return SandboxTools(unused, shell=full)
+
+
+def test_a_model_that_has_left_no_room_for_a_shell_reads_so() -> None:
     with pytest.raises(ToolFailed, match="no shell can be started: Resource temporarily"):
-        tools.step(ToolCall("bash", {"command": "true"}))
+        tools_that_fail(errno.EAGAIN).step(ToolCall("bash", {"command": "true"}))
+
+
+def test_what_the_host_has_too_few_of_is_not_told_the_model() -> None:
+    with pytest.raises(OSError, match="Too many open files"):
+        tools_that_fail(errno.EMFILE).step(ToolCall("bash", {"command": "true"}))
+
+
+@pytest.mark.parametrize("tries", [3, 4])
+def test_a_shell_that_lives_at_the_last_try_answers(tries: int) -> None:
+    answers = [({"again": True}, b"")] * tries
+    done = {"code": 0, "ended": False, "timed_out": False, "truncated": False, "note": ""}
+    done["stdout_bytes"] = 0
+    asked = iter([*answers, (done, b"")])
+    channel: Any = SimpleNamespace(
+        open_call=lambda told: SimpleNamespace(close=lambda: None),
+        ask=lambda call, told: next(asked),
+        news="",
+    )
+    shell = Shell(channel, {})
+    if tries == 3:
+        assert shell.run("true").code == 0
+    else:
+        with pytest.raises(OSError, match="killed as it starts"):
+            shell.run("true")
 
 
 KILLER = """
@@ -143,10 +171,19 @@ subprocess.Popen([sys.executable, "-c", code], stdout=2, start_new_session=True)
 """
 
 
-def test_a_model_whose_processes_kill_every_shell_reads_so(shell: ShellTasks) -> None:
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        ("SIGKILL", "it is killed as it starts, by a process of the sandbox"),
+        ("SIGHUP", "it ends as it starts, with exit status 129"),
+    ],
+)
+def test_a_model_whose_processes_end_every_shell_reads_so(
+    shell: ShellTasks, ends: str, why: str
+) -> None:
     call(shell, "bash", command="true")
-    call(shell, "python", code=KILLER)
-    wanted = "no shell can be started: it is killed as it starts, by a process of the sandbox"
+    call(shell, "python", code=KILLER.replace("SIGKILL", ends))
+    wanted = f"no shell can be started: {why}"
     told, until = "", time.monotonic() + 20.0
     while told != wanted and time.monotonic() < until:
         try:

@@ -25,7 +25,7 @@ class SlowChannel:
     def __init__(self, pause_s: float = 0.001) -> None:
         self.sent = bytearray()
         self.closed = False
-        self.is_stuck = False
+        self.is_stuck = self.fails_next = False
         self._pause_s = pause_s
 
     def settimeout(self, seconds: float) -> None:
@@ -41,8 +41,11 @@ class SlowChannel:
         self.closed = True
 
     def sendall(self, data: bytes) -> None:
+        if self.closed:
+            raise OSError("the channel is closed")
         for start in range(0, len(data), PART):
-            if self.is_stuck:
+            if self.is_stuck or (start and self.fails_next):
+                self.fails_next = False
                 raise TimeoutError("nothing is taken")
             self.sent += data[start : start + PART]
             time.sleep(self._pause_s)
@@ -98,3 +101,20 @@ def test_whoever_reads_a_stream_hears_that_it_takes_no_more() -> None:
 
     asyncio.run(scene())
     assert channel.closed
+
+
+def test_who_waits_to_send_does_not_follow_half_a_message() -> None:
+    channel = SlowChannel(DEADLINE_S / 10)
+
+    async def scene() -> None:
+        stream = stream_of(channel)
+        first = asyncio.create_task(stream.write(b"first!!!"))
+        await asyncio.sleep(DEADLINE_S / 20)  # within its first part
+        second = asyncio.create_task(stream.write(b"second"))
+        channel.fails_next = True
+        for sent in (first, second):
+            with pytest.raises(HostLost):
+                await sent
+
+    asyncio.run(scene())
+    assert channel.sent == b"firs"
