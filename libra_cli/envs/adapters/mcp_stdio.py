@@ -19,7 +19,7 @@ import os
 import shlex
 import signal
 from asyncio import StreamReader, StreamWriter
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import PIPE, Process, SubprocessStreamProtocol
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,7 @@ _NO_SUCH_METHOD = -32601
 @dataclass(frozen=True, slots=True)
 class _Server:
     process: Process
+    transport: asyncio.SubprocessTransport
     orders: StreamWriter
     answers: StreamReader
     listening: asyncio.Task[None]
@@ -61,23 +62,26 @@ class StdioTransport:
         """
         home = {name: os.environ[name] for name in ("HOME",) if name in os.environ}
         try:
-            process = await asyncio.create_subprocess_exec(
+            # As create_subprocess_exec does, which keeps to itself what closes the pipes.
+            loop = asyncio.get_running_loop()
+            transport, protocol = await loop.subprocess_exec(
+                lambda: SubprocessStreamProtocol(LARGEST_MESSAGE, loop),
                 *self._command,
                 stdin=PIPE,
                 stdout=PIPE,
                 stderr=PIPE,
                 env={**inherited(), **home, **self._env},
-                limit=LARGEST_MESSAGE,
                 start_new_session=True,
             )
         except OSError as error:
             raise self.broken(f"it cannot be started: {error.strerror}") from error
+        process = Process(transport, protocol, loop)
         orders, answers, words = process.stdin, process.stdout, process.stderr
         assert orders is not None
         assert answers is not None
         assert words is not None
         listening = asyncio.create_task(self._listen(words))
-        self._server = _Server(process, orders, answers, listening)
+        self._server = _Server(process, transport, orders, answers, listening)
 
     def agreed(self, version: str) -> None:
         """Do nothing: messages over stdio do not name the version."""
@@ -115,7 +119,9 @@ class StdioTransport:
         if lived:  # so its number is still its group's: numbers are given out in turn
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server.process.pid, signal.SIGKILL)
-            await server.process.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(server.process.wait()), GRACE_S)
+        server.transport.close()  # who has left the group may hold its pipes on
         server.listening.cancel()
 
     async def _listen(self, words: StreamReader) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -46,7 +48,8 @@ for line in sys.stdin:
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
 if os.environ.get("LEAVES"):
     import subprocess
-    left = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL)
+    away = os.environ["LEAVES"] == "away"
+    left = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL, start_new_session=away)
     Path(os.environ["PIDS"]).open("a").write(f"{left.pid}\\n")
 if os.environ.get("STAYS"):
     import time
@@ -129,6 +132,24 @@ def test_what_one_leaves_when_it_ends_is_killed(program: list[str], tmp_path: Pa
     while not is_over(left) and time.monotonic() < until:
         time.sleep(0.01)
     assert is_over(left)
+
+
+def test_what_has_left_its_group_and_holds_its_pipes_holds_up_nobody(
+    program: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mcp_stdio, "GRACE_S", 0.05)
+
+    async def play() -> None:
+        both = environment(program, tmp_path, LEAVES="away")
+        await both.reset(TASK, 0)
+        await asyncio.wait_for(both.close(), 20.0)
+
+    try:
+        asyncio.run(play())
+        gc.collect()  # where pipes are open still, it warns
+    finally:
+        for pid in (tmp_path / "pids").read_text().split()[1:]:
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def test_one_that_ends_is_told_with_its_last_words(program: list[str], tmp_path: Path) -> None:
