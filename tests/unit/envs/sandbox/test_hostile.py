@@ -193,9 +193,11 @@ def test_a_shell_whose_sandbox_ends_as_it_begins_is_started_again(sandbox: Sandb
 @pytest.mark.parametrize("goes_on", [True, False])
 def test_a_command_that_cannot_start_as_its_sandbox_ends_is_asked_for_again(goes_on: bool) -> None:
     """It has entered before that; no process can be forked where all are being killed."""
-    place: Any = SimpleNamespace(settled=lambda: goes_on)
+    ended: list[bool] = []
+    place: Any = SimpleNamespace(settled=lambda: goes_on, wait_ended=lambda: ended.append(True))
     with pytest.raises(FileNotFoundError if goes_on else PlaceEnded):
         start(place, -1, Order(["/no/such/program"], "/", {}), Output(1), None)
+    assert ended == ([] if goes_on else [True])
 
 
 @contextmanager
