@@ -6,7 +6,8 @@ reward is the last ``Score: NUMBER`` of what it says after thinking, from ``scal
 **No failure is ever scored.** Connections that break, time-outs, statuses 408, 409, 425, 429 and
 5xx, and replies that are cut or have no number are tried again, ``ATTEMPTS`` times in all, with
 waits that double and that ``Retry-After`` lengthens; any other status at once, and the last
-attempt, are EnvironmentBroken.
+attempt, are EnvironmentBroken. An answer for which the judge has too small a context is told it
+without its middle, of half the length each time; ``judge_cut`` is 1 then.
 
 **Asked once.** Replies are kept by the hash of the request in ``judge.sqlite`` of the run's
 directory, so that the same answer to the same row costs nothing, also after a resume.
@@ -27,6 +28,7 @@ import logging
 import random
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -57,8 +59,15 @@ ATTEMPTS = 5
 BACKOFF_S = 1.0
 """The first wait; each is twice the one before, and up to half as much longer or shorter."""
 LONGEST_WAIT_S = 60.0
+SHORTEST = 512
+"""Characters of an answer below which it is not the answer that is too long for the judge."""
 FILE = "judge.sqlite"
 _TEMPORARY = (408, 409, 425, 429)
+_TOO_LONG = re.compile(
+    r"context.{0,3}(length|size|window)|too (long|large)|maximum.{0,40}tokens|less than \d+ tokens",
+    re.IGNORECASE,
+)
+"""How vLLM, SGLang, TGI, llama.cpp and providers say so, with status 400, 413 or 422."""
 _SCORE = re.compile(r"score\W{0,6}?(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _NAME = re.compile(r"\{([A-Za-z_][\w.]*)\}")
 _LOG = logging.getLogger(__name__)
@@ -144,11 +153,26 @@ class Judge:
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def grade(self, answered: ModelAnswer) -> Graded:
-        """Return what the judge says of an answer.
+        """Return what the judge says of an answer, or of its two ends where it is too long.
 
         Raises:
             EnvironmentBroken: it says nothing, or the budget is spent and it is alone.
         """
+        most, told = len(answered.text), answered
+        while True:
+            try:
+                graded = await self._grade(told)
+            except _TooLong as error:
+                most //= 2
+                if most < SHORTEST:
+                    raise EnvironmentBroken(f"judge {self._spec.url}: {error}") from error
+                told = replace(answered, text=_ends_of(answered.text, most))
+            else:
+                cut = {"cut": float(told is not answered)}
+                return replace(graded, metrics={**graded.metrics, **cut})
+
+    async def _grade(self, answered: ModelAnswer) -> Graded:
+        """Raises ``_TooLong``, and what ``grade`` does."""
         body = self._body(self._filled_in(answered))
         digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         # An answer that two members of a group give is asked about once.
@@ -184,6 +208,9 @@ class Judge:
                 failure = _Failed(f"its reply has no score: {reply[-200:]!r}")
             except _Failed as error:
                 failure, used = error, error.used
+            except _TooLong:
+                used = 0
+                raise
             finally:
                 self._file.settle(most - used)
         raise EnvironmentBroken(f"judge {self._spec.url}: {failure} ({ATTEMPTS} attempts)")
@@ -193,6 +220,7 @@ class Judge:
 
         Raises:
             _Failed: it may be tried again.
+            _TooLong: it has no room for a request of this length.
             EnvironmentBroken: that would be useless.
         """
         url = self._spec.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
@@ -210,6 +238,8 @@ class Judge:
         if status in _TEMPORARY or status >= 500:
             seconds = min(float(wait), LONGEST_WAIT_S) if wait.isdecimal() else 0.0
             raise _Failed(f"status {status}: {text[:200]}", seconds)
+        if status in (400, 413, 422) and _TOO_LONG.search(text):
+            raise _TooLong(f"status {status}: {text[:200]}")
         if status != 200:
             raise EnvironmentBroken(
                 f"judge {self._spec.url}: status {status}: {text[:200]}",
@@ -278,6 +308,16 @@ class _Failed(Exception):
         super().__init__(reason)
         self.wait_s = wait_s
         self.used = used
+
+
+class _TooLong(Exception):
+    """A request for which the judge has too small a context."""
+
+
+def _ends_of(text: str, most: int) -> str:
+    """Return so many characters of a text, half from each end, and how many are left out."""
+    half = most // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half:,} characters left out]\n{text[-half:]}"
 
 
 def _backoff_s(attempt: int) -> float:

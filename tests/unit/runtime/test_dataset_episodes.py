@@ -75,5 +75,6 @@ def test_rows_are_asked_and_answers_scored_by_rewards_of_every_kind(tmp_path, wo
         "judge": 0.5,
         "judge_cached": 0.0,
         "judge_spent": 0.0,
+        "judge_cut": 0.0,
     }
     assert (tmp_path / "judge.sqlite").is_file()

@@ -71,7 +71,8 @@ def test_it_reads_question_truth_and_answer_and_its_score_is_the_reward():
     server = ChatServer(lambda body: "<think>Score: 0</think>Right.\n**Score:** 1")
     asked = ask(server, ["It is red. {truth}"])
     assert asked.rewards == [1.0]
-    assert asked.metrics == [{"judge": 1.0, "judge_cached": 0.0, "judge_spent": 0.0}]
+    said = {"judge": 1.0, "judge_cached": 0.0, "judge_spent": 0.0, "judge_cut": 0.0}
+    assert asked.metrics == [said]
     (request,) = server.requests
     assert (request["model"], request["temperature"]) == ("judge-1", 0.0)
     (message,) = request["messages"]
@@ -137,6 +138,29 @@ def test_what_fails_for_a_while_is_tried_again():
     server = ChatServer(lambda body: next(said))
     assert ask(server, ["red"]).rewards == [1.0]
     assert len(server.requests) == 5
+
+
+def test_an_answer_that_the_judge_has_no_room_for_is_told_without_its_middle():
+    def reply(body: dict[str, Any]) -> Any:
+        if len(body["messages"][0]["content"]) < 2_000:
+            return "Score: 1"
+        text = "This model's maximum context length is 512 tokens. However, you requested 2,600"
+        return web.Response(status=400, text=text)
+
+    server = ChatServer(reply)
+    asked = ask(server, ["first " + 5_000 * "a" + " last"], budget={"tokens": 20_000})
+    assert asked.rewards == [1.0]
+    assert [one["judge_cut"] for one in asked.metrics] == [1.0]
+    assert len(server.requests) == 3
+    told = server.requests[-1]["messages"][0]["content"]
+    for part in ("first aaa", "aaa last", "[3,759 characters left out]"):
+        assert part in told
+
+
+def test_a_prompt_that_the_judge_has_no_room_for_is_a_failure():
+    full = web.Response(status=413, text="the request is too large")
+    asked = ask(ChatServer(lambda body: full), ["red"])
+    assert "status 413: the request is too large" in str(asked.rewards[0])
 
 
 @pytest.mark.parametrize(
