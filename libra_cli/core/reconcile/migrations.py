@@ -125,9 +125,13 @@ class MigrationTracker:
         return results
 
     def end(self, why: str, *, now: Seconds) -> list[Result]:
-        """End the moves under way as failed, since the run ends."""
+        """End the moves under way, since the run ends: as failed, but where the new process works
+        and only waits for its first request or share."""
         actions: list[Result] = []
-        for move in self.moves.values():
+        for move in list(self.moves.values()):
+            if move.phase is MigrationPhase.JOIN:
+                actions += self._done(move, now)
+                continue
             move.end(FAILED, now=now, detail=why)
             actions.append(Save(move.record()))
         self.moves.clear()

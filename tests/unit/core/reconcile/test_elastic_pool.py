@@ -253,6 +253,19 @@ def test_a_slot_without_work_has_joined_all_the_same():
     assert (world.moved(B1).state, world.moved(B1).detail) == ("done", "")
 
 
+@pytest.mark.parametrize(("phase", "state"), [(P.START, "failed"), (P.JOIN, "done")])
+def test_a_run_that_ends_fails_only_the_moves_whose_process_does_not_work_yet(phase, state):
+    world = scene()
+    world.order(gradient=1)
+    world.arrive()
+    world.silent = of((e.EpisodeAdvanced, e.EpisodeStarted))
+    world.order(gradient=0)
+    in_phase(world, phase)
+    world.give(e.StopRequested(at_once=True, reason="asked"))
+    assert not world.machine.reconciler.moves
+    assert world.moved(B1).state == state
+
+
 def test_requests_of_a_servers_life_long_ago_are_not_its_first():
     world = scene()
     world.order(gradient=1)
