@@ -29,6 +29,31 @@ def text_of(value: Any) -> str:
     return "\n".join(str(one["text"]) for one in value)
 
 
+def told(content: Any) -> str:
+    """Return the content of a tool's result as text: that of blocks with a line or more each.
+
+    Texts and embedded text resources are given as they are. In place of what a model that reads
+    text cannot read stands what it is, so that a call which shows an image ends no episode.
+    Blocks: https://modelcontextprotocol.io/specification/2025-11-25/server/tools#tool-result
+    """
+    if not isinstance(content, list) or not all(map(_is_block, content)):
+        return str(content)
+    return "\n".join(map(_told, content))
+
+
+def _told(block: Mapping[str, Any]) -> str:
+    resource = block.get("resource")
+    inner = resource if isinstance(resource, Mapping) else block
+    if isinstance(inner.get("text"), str):
+        return str(inner["text"])
+    if block.get("type") == "resource_link":
+        about = [block.get(key) for key in ("name", "uri", "description")]
+        return f"[{' '.join(str(one) for one in about if one)}]"
+    encoded = inner.get("data") or inner.get("blob") or ""
+    kind = inner.get("mimeType") or block.get("type")
+    return f"[{kind}, {len(str(encoded)) * 3 // 4:,} bytes, which cannot be shown as text]"
+
+
 def json_of(value: Any) -> str:
     """Return a text as it is, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

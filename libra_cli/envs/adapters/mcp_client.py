@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from libra_cli.config.errors import EnvironmentBroken
-from libra_cli.envs.adapters.content import text_of
+from libra_cli.envs.adapters.content import json_of, told
 from libra_cli.envs.protocol import ToolFailed, ToolSchema
 
 VERSION = "2025-11-25"
@@ -95,14 +95,16 @@ class McpSession:
             cursor = {"cursor": page["nextCursor"]}
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Call a tool and return its text.
+        """Call a tool and return its text, or its structured content as JSON where it has none.
 
         Raises:
             ToolFailed: the tool says that it failed, or that the arguments do not fit.
             EnvironmentBroken: the server did not answer.
         """
         result = await self._ask("tools/call", {"name": name, "arguments": dict(arguments)})
-        text = text_of(result.get("content") or "")
+        text = told(result.get("content") or [])
+        if not text and result.get("structuredContent") is not None:
+            text = json_of(result["structuredContent"])
         if result.get("isError"):
             raise ToolFailed(text)
         return text

@@ -39,7 +39,7 @@ from typing import Any, Literal
 import aiohttp
 
 from libra_cli.config.errors import EnvironmentBroken
-from libra_cli.envs.adapters.content import json_of, messages_of, text_of
+from libra_cli.envs.adapters.content import json_of, messages_of, told
 from libra_cli.envs.protocol import (
     Message,
     Reply,
@@ -275,7 +275,7 @@ def _result(observation: Mapping[str, Any]) -> str:
         return _shown(observation)
     if not isinstance(result, Mapping) or "content" not in result:
         return json_of(result)
-    text = text_of(result["content"] or "")
+    text = told(result["content"] or [])
     if result.get("is_error"):
         raise ToolFailed(text)
     return text

@@ -133,6 +133,39 @@ def test_a_tool_that_fails_is_read_by_the_model(answer: dict[str, Any]) -> None:
     play(story)
 
 
+@pytest.mark.parametrize(
+    ("result", "read"),
+    [
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "a\nb"),
+        (
+            {"content": [{"type": "resource", "resource": {"uri": "file:///n", "text": "note"}}]},
+            "note",
+        ),
+        (
+            {"content": [{"type": "resource_link", "uri": "file:///n", "name": "n.txt"}]},
+            "[n.txt file:///n]",
+        ),
+        (
+            {
+                "content": [
+                    {"type": "text", "text": "The page:"},
+                    {"type": "image", "data": "iVBORw0K" * 1000, "mimeType": "image/png"},
+                ]
+            },
+            "The page:\n[image/png, 6,000 bytes, which cannot be shown as text]",
+        ),
+        ({"content": [], "structuredContent": {"rows": [1]}}, '{"rows": [1]}'),
+        ({}, ""),
+    ],
+)
+def test_all_that_a_tool_may_return_is_told_as_text(result: dict[str, Any], read: str) -> None:
+    async def story() -> None:
+        async with opened(FakeMcp(lambda params: result)) as session:
+            assert await session.call("get", {}) == read
+
+    play(story)
+
+
 def test_a_server_that_fails_breaks_the_environment() -> None:
     server = FakeMcp(lambda params: {"error": {"code": -32603, "message": "out of disk"}})
 
