@@ -141,9 +141,11 @@ class AgentPlay:
         replies: list[AgentReply] = []
         branch, tokens = self._place(match)
         chars: int | None = sum(len(message["content"]) for message in match.new)
+        # The event that tells it has room for 64 bits, and an agent may ask for any number.
+        most = None if request.max_tokens is None else min(request.max_tokens, self.limits.max_len)
         for _ in range(request.n):
             begun = branch.kept if branch else 0
-            said = await self._turn(tokens, branch, chars, request.max_tokens)
+            said = await self._turn(tokens, branch, chars, most)
             reply = self._reply(request, match, said, begun + len(tokens))
             if request.return_token_ids:
                 reply = replace(reply, prompt_ids=self._prompt_ids(match))

@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 
 from libra_cli.runtime.agents import server
+from libra_cli.runtime.store.event_codec import pack
 from tests.agents import Chat, Refused, post
 
 USER = [{"role": "user", "content": "hello"}]
@@ -172,6 +173,15 @@ def test_an_agent_says_how_many_tokens_a_turn_may_have(play):
     made, _ = play(agent, "a", "b", "c")
     assert made.limits == [3, 9, None]
     assert not made.notes
+
+
+def test_a_limit_of_more_tokens_than_any_turn_has_can_be_kept_among_the_events(play):
+    async def agent(task, base_url, api_key, model):
+        await post(f"{base_url}/chat/completions", chat_body(max_tokens=2**64))
+
+    made, _ = play(agent, "a")
+    assert made.limits == [512]
+    assert pack(made.limits)
 
 
 def test_a_reward_may_be_posted(play):
