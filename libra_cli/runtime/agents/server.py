@@ -106,7 +106,10 @@ class AgentServer:
         """Listen on a free port of loopback; for agents elsewhere, write ``agents.json``."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        self._http = LoopbackServer(app, keepalive_timeout=120.0, shutdown_timeout=1.0)
+        # Who is gone wants no answer of a frozen model; a turn is played by a task of its own.
+        self._http = LoopbackServer(
+            app, handler_cancellation=True, keepalive_timeout=120.0, shutdown_timeout=1.0
+        )
         await self._http.start()
         self.port = self._http.port
         if isinstance(self._runner, ExternalRunner):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from libra_cli.runtime.agents import server
 from libra_cli.runtime.store.event_codec import pack
-from tests.agents import Chat, Refused, post
+from tests.agents import DEADLINE_S, Chat, Refused, post
+from tests.asked_model import AskedModel
 
 USER = [{"role": "user", "content": "hello"}]
 
@@ -182,6 +185,56 @@ def test_a_limit_of_more_tokens_than_any_turn_has_can_be_kept_among_the_events(p
     made, _ = play(agent, "a")
     assert made.limits == [512]
     assert pack(made.limits)
+
+
+class _BusyModel(AskedModel):
+    """A frozen model that answers after 5 s, and tells who has left before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.left = threading.Event(), threading.Event()
+
+    async def _answer(self, http):
+        self.asked.set()
+        for _ in range(500):
+            if http.transport is None:
+                self.left.set()
+                break
+            await asyncio.sleep(0.01)
+        return web.Response()
+
+
+def test_a_frozen_model_works_no_longer_for_an_agent_that_is_gone(play):
+    busy = _BusyModel()
+
+    async def agent(task, base_url, api_key, model):
+        await post(f"{base_url}/chat/completions", chat_body())
+        url = f"{base_url.removesuffix('/v1')}/models/judge/v1/chat/completions"
+        judged = asyncio.create_task(post(url, chat_body()))
+        assert await asyncio.to_thread(busy.asked.wait, DEADLINE_S)
+        judged.cancel()
+        return float(await asyncio.to_thread(busy.left.wait, 5.0))
+
+    served = {
+        "nodes": [{"host": "a", "slots": 3, "pool": ["rollout", "train", "models"]}],
+        "models": [{"name": "judge", "path": "/judge"}],
+    }
+    _, result = play(agent, "a", model=busy, served="judge", changes=served)
+    assert result.reward == 1.0
+
+
+def test_a_turn_is_kept_for_a_client_that_is_gone_and_comes_back(play):
+    said = []
+
+    async def agent(task, base_url, api_key, model):
+        url = f"{base_url}/chat/completions"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(post(url, chat_body()), 0.2)
+        said.append(await post(url, chat_body(), **{"x-stainless-retry-count": "1"}))
+
+    made, _ = play(agent, "a", turn_s=0.5)
+    assert said[0]["choices"][0]["message"]["content"] == "a"
+    assert made.trajectory.turns == 1
 
 
 def test_a_reward_may_be_posted(play):
