@@ -165,9 +165,14 @@ class Tenants:
         """Take over an adapter that ``save`` has returned, with its optimizer or a new one.
 
         Raises:
-            TrainerError: there is no such adapter, or it has other matrices or another rank.
+            TrainerError: there is no such adapter, it has other matrices or another rank, or what
+                was saved is damaged.
         """
-        tenant, tensors = self._tenant(model_id), safetensors.torch.load(saved)
+        tenant = self._tenant(model_id)
+        try:
+            tensors = safetensors.torch.load(saved)
+        except safetensors.SafetensorError as error:
+            raise TrainerError(f"what was saved cannot be read: {error}") from error
         for name, parameter in tenant.parameters.items():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise TrainerError(f"what was saved has no {name} of shape {[*parameter.shape]}")

@@ -194,3 +194,12 @@ def test_what_cannot_be_trained_is_refused_in_words(loss: str, left_out: str, wo
     del told["inputs"][left_out]
     with pytest.raises(TrainerError, match=words):
         tenants("a").forward_backward("a", [told], loss, settings={}, backward=True)
+
+
+@pytest.mark.parametrize("saved", [b"", b"half of a file", bytes(8)])
+def test_a_file_that_is_no_adapter_is_refused_in_words(saved: bytes) -> None:
+    made = tenants("a")
+    before = made.save("a", optimizer=True)
+    with pytest.raises(TrainerError, match="what was saved cannot be read"):
+        made.load("a", saved, optimizer=True)
+    assert made.save("a", optimizer=True) == before
