@@ -45,6 +45,19 @@ class TenantDatum:
         targets = given.pop("target_tokens").long()
         return cls(tokens, targets, {name: one.float() for name, one in given.items()})
 
+    def check_tokens(self, vocabulary: int) -> None:
+        """Raise TrainerError for a token that is none of the ``vocabulary`` first ids.
+
+        A GPU takes an index out of bounds for the end of all work of its process.
+        """
+        for tokens in (self.tokens, self.targets):
+            for token in (int(tokens.min()), int(tokens.max())):
+                if not 0 <= token < vocabulary:
+                    raise TrainerError(
+                        f"token {token} is none of the model's {vocabulary}: give a place that "
+                        "does not count any token, and the weight or the advantage 0"
+                    )
+
     def on(self, device: torch.device) -> TenantDatum:
         """Return a copy with all tensors on a device."""
         inputs = {name: one.to(device) for name, one in self.inputs.items()}

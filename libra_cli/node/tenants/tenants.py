@@ -53,9 +53,10 @@ def _all_or_none(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 class Tenants:
     """The model, and the adapters that are trained on it. It belongs to one thread."""
 
-    def __init__(self, model: nn.Module, *, dtype: torch.dtype, pass_tokens: int) -> None:
+    def __init__(self, model: Any, *, dtype: torch.dtype, pass_tokens: int) -> None:
         """``pass_tokens`` are the most that one pass computes, padding included."""
-        self._model = model
+        self._model: nn.Module = model
+        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._dtype = dtype
         self._pass_tokens = pass_tokens
         self._tenants: dict[str, Tenant] = {}
@@ -94,11 +95,14 @@ class Tenants:
         ``backward`` its gradients are added to the adapter's: all of them, or none if it fails.
 
         Raises:
-            TrainerError: there is no such adapter or loss, or a datum lacks what it needs.
+            TrainerError: there is no such adapter or loss, a datum lacks what it needs, or has a
+                token that the model has not.
         """
         self._activate(model_id)
         function, needs = loss_named(loss)
         parsed = [TenantDatum.parse(one, needs) for one in data]
+        for one in parsed:
+            one.check_tokens(self._vocabulary)
         found: list[Tensor] = [torch.empty(0)] * len(parsed)
         total = 0.0
         changed = list(self._tenant(model_id).parameters.values()) if backward else []

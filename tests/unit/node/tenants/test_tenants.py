@@ -203,3 +203,17 @@ def test_a_file_that_is_no_adapter_is_refused_in_words(saved: bytes) -> None:
     with pytest.raises(TrainerError, match="what was saved cannot be read"):
         made.load("a", saved, optimizer=True)
     assert made.save("a", optimizer=True) == before
+
+
+@pytest.mark.parametrize("token", [-100, 40])
+@pytest.mark.parametrize("name", ["tokens", "target_tokens"])
+def test_a_token_that_the_model_does_not_have_is_refused_in_words(name: str, token: int) -> None:
+    """On a GPU an index out of bounds ends all work of the process, whoever it is for."""
+    told = datum(3)
+    if name == "tokens":
+        told["tokens"] = np.array([1, token, 2], "i4").tobytes()
+    else:
+        told["inputs"][name] = ("int64", np.array([1, token, 2], "i8").tobytes())
+    words = f"token {token} is none of the model's 40"
+    with pytest.raises(TrainerError, match=words):
+        tenants("a").forward_backward("a", [told], "cross_entropy", settings={}, backward=True)
