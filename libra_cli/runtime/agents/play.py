@@ -228,7 +228,9 @@ class AgentPlay:
         turn = self.renderer.read_turn(said.token_ids, match.tools)
         calls = tuple(call for call in turn.calls if isinstance(call, ToolCall))
         text, stop = _until(self._text(turn, calls), request.stop if not calls else ())
-        cut: FinishReason = "length" if said.finish_reason == "length" else "stop"
+        # What was cut is beyond the text to stop at, and the agent does not see it.
+        is_cut = said.finish_reason == "length" and not stop
+        cut: FinishReason = "length" if is_cut else "stop"
         return AgentReply(
             id=_new_id(),
             model=self.model,

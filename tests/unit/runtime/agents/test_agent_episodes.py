@@ -237,6 +237,24 @@ def test_an_agent_that_fails_on_a_turn_that_was_cut_has_ended_and_is_scored(play
     assert (result.done, result.reward) == (True, 0.0)
 
 
+@pytest.mark.parametrize(("stop", "reason"), [("STOP", "stop"), ("never", "length")])
+def test_a_turn_that_was_cut_after_the_text_to_stop_at_has_stopped(play, stop, reason):
+    """The model goes on after that text, perhaps to its limit, and the agent does not see it."""
+    choices = []
+
+    async def agent(task, base_url, api_key, model):
+        body = {"model": "m", "messages": task["messages"], "stop": [stop]}
+        answer = await post(f"{base_url}/chat/completions", body, key=api_key)
+        choices.extend(answer["choices"])
+
+    def cut(made):
+        made.finish_reason = "length"
+        return made.play(["so STOP and on"])
+
+    play(agent, scene=cut)
+    assert choices[0]["finish_reason"] == reason
+
+
 async def _says_nothing(task, base_url, api_key, model):
     await asyncio.sleep(3600)
 
