@@ -210,7 +210,7 @@ class Renderer:
         if body and body[-1] in self.stop_token_ids:
             body = body[:-1]
         text = self.decode(body)
-        return f"{self._opening}{text}" if self._opening not in text else text
+        return text if text.lstrip().startswith(self._opening) else f"{self._opening}{text}"
 
     def harmless(self, text: str) -> str:
         """Return a text that can be encoded as UTF-8, with every control token broken up."""

@@ -304,6 +304,15 @@ def test_a_turn_that_starts_inside_thinking_is_read_as_such(tmp_path):
     assert renderer.read_turn(turn).reasoning == "hm"
 
 
+def test_a_turn_that_starts_inside_thinking_may_name_its_tag(tmp_path):
+    thinking = CHATML.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+    renderer = Renderer(write_model(tmp_path, thinking))
+    cut = renderer.read_turn(renderer.encode(f"{CALL} I <think> so"))
+    assert (cut.text, cut.calls) == ("", [])
+    again = renderer.read_turn(renderer.encode("\n<think>hm</think>12"))
+    assert (again.reasoning, again.text) == ("hm", "12")
+
+
 def test_a_template_may_be_a_file_or_one_of_several(tmp_path):
     write_model(tmp_path, None)
     with pytest.raises(LibraError, match="no chat template"):
