@@ -136,10 +136,10 @@ class AgentPlay:
         if self._closed is not None:
             raise self._closed
         match = self._conversations.find(request)
-        if request.counts:
-            return (self._counted(match),)
-        replies: list[AgentReply] = []
         branch, tokens = self._place(match)
+        if request.counts:
+            return (self._counted((branch.kept if branch else 0) + len(tokens)),)
+        replies: list[AgentReply] = []
         chars: int | None = sum(len(message["content"]) for message in match.new)
         # The event that tells it has room for 64 bits, and an agent may ask for any number.
         most = None if request.max_tokens is None else min(request.max_tokens, self.limits.max_len)
@@ -157,8 +157,7 @@ class AgentPlay:
             chars = None
         return tuple(replies)
 
-    def _counted(self, match: Match) -> AgentReply:
-        tokens = len(self.renderer.prompt([*_before(match), *match.new], match.tools))
+    def _counted(self, tokens: Tokens) -> AgentReply:
         return AgentReply(id=_new_id(), model=self.model, text="", prompt_tokens=tokens)
 
     def _place(self, match: Match) -> tuple[BranchPoint | None, array[int]]:
@@ -310,10 +309,6 @@ class AgentPlay:
         calls = self._last.reply.calls if self._last else ()
         tool = calls[0].name if calls else THINKING
         return (ToolReturn(tool, ToolOutcome.OK, seconds, ask.chars),)
-
-
-def _before(match: Match) -> list[Message]:
-    return match.node.conversation() if match.node else []
 
 
 def _until(text: str, stops: Sequence[str]) -> tuple[str, str]:

@@ -116,6 +116,23 @@ def test_the_tokens_of_a_prompt_are_counted_without_a_turn(play):
     assert made.trajectory.turns == 1
 
 
+def test_the_tokens_of_a_prompt_that_goes_on_are_counted_as_they_are_kept(play):
+    """The turn's own tokens, thinking too, stay in the prompt; written again it has fewer."""
+
+    async def agent(task, base_url, api_key, model):
+        talk = [*USER]
+        first = await post(f"{base_url}/messages", chat_body(max_tokens=9))
+        talk.append({"role": "assistant", "content": first["content"]})
+        talk.append({"role": "user", "content": "more"})
+        body = chat_body(messages=talk)
+        counted = await post(f"{base_url}/messages/count_tokens", body)
+        answer = await post(f"{base_url}/messages", {**body, "max_tokens": 9})
+        assert counted == {"input_tokens": answer["usage"]["input_tokens"]}
+
+    made, _ = play(agent, "<think>a long thought</think>\n\nyes  ", "b")
+    assert made.trajectory.turns == 2
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_whoever_waits_long_is_kept_alive_and_answered(play, monkeypatch, stream):
     monkeypatch.setattr(server, "QUIET_S", 0.05)
