@@ -292,6 +292,7 @@ class _Waiting:
         try:
             await response.write(b"".join(self._parts(replies.result())))
         except BadRequest as error:
+            self._play.refusal = error.message
             await response.write(self._late_error(error))
         await response.write_eof()
         return response

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 
@@ -10,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from libra_cli.config.errors import AgentFailed
 from libra_cli.runtime.agents import server
 from libra_cli.runtime.store.event_codec import pack
 from tests.agents import DEADLINE_S, Chat, Refused, post
@@ -173,6 +175,25 @@ def test_a_limit_that_comes_late_is_in_the_body(play, monkeypatch):
 
     play(agent, "a", changes={"rollout": {"max_turns": 1}})
     assert "rollout.max_turns" in told[0]
+
+
+@pytest.mark.parametrize("quiet_s", [0.05, 15.0])
+def test_an_agent_that_fails_tells_what_it_was_refused_whenever_that_was(
+    play, monkeypatch, quiet_s
+):
+    monkeypatch.setattr(server, "QUIET_S", quiet_s)
+
+    async def agent(task, base_url, api_key, model):
+        first = asyncio.create_task(post(f"{base_url}/chat/completions", chat_body()))
+        await asyncio.sleep(0.1)  # the next one waits in line behind it
+        body = {"input": "more", "previous_response_id": "resp_none"}
+        with contextlib.suppress(Refused):
+            await post(f"{base_url}/responses", body)
+        await first
+        raise KeyError("output")
+
+    with pytest.raises(AgentFailed, match=r"KeyError.*no response 'none' is known"):
+        play(agent, "a", turn_s=0.4)
 
 
 def test_sampling_of_the_agent_is_not_used_and_the_user_is_told_once(play):
