@@ -136,11 +136,11 @@ class AgentPlay:
         if self._closed is not None:
             raise self._closed
         match = self._conversations.find(request)
+        chars: int | None = self._chars_of(match)
         branch, tokens = self._place(match)
         if request.counts:
             return (self._counted((branch.kept if branch else 0) + len(tokens)),)
         replies: list[AgentReply] = []
-        chars: int | None = sum(len(message["content"]) for message in match.new)
         # The event that tells it has room for 64 bits, and an agent may ask for any number.
         most = None if request.max_tokens is None else min(request.max_tokens, self.limits.max_len)
         for _ in range(request.n):
@@ -156,6 +156,17 @@ class AgentPlay:
             branch, tokens = BranchPoint(self._last.branch, reply.prompt_tokens), array("i")
             chars = None
         return tuple(replies)
+
+    def _chars_of(self, match: Match) -> int:
+        """The length of what is new; raises BadRequest if no context has room for so much.
+
+        Nothing else is answered while it is encoded, a second for every million or two.
+        """
+        chars = sum(len(message["content"]) for message in match.new)
+        if (fewest := chars // self.renderer.longest_token) >= self.limits.max_len:
+            self._over = True
+            raise _too_long(f"at least {fewest}", self.limits.max_len)
+        return chars
 
     def _counted(self, tokens: Tokens) -> AgentReply:
         return AgentReply(id=_new_id(), model=self.model, text="", prompt_tokens=tokens)
@@ -209,10 +220,7 @@ class AgentPlay:
         length, most = (branch.kept if branch else 0) + len(tokens), self.limits.max_len
         self._over = True
         if length >= most:
-            raise BadRequest(
-                f"prompt is too long: {length} tokens >= {most} maximum; this model's maximum "
-                f"context length is {most} tokens (model.max_len of the recipe)"
-            )
+            raise _too_long(f"{length}", most)
         begins = branch is not None and self._lengths[branch.branch] != branch.kept
         if begins and self._conversations.branches >= self.limits.max_branches:
             raise BadRequest(
@@ -309,6 +317,13 @@ class AgentPlay:
         calls = self._last.reply.calls if self._last else ()
         tool = calls[0].name if calls else THINKING
         return (ToolReturn(tool, ToolOutcome.OK, seconds, ask.chars),)
+
+
+def _too_long(tokens: str, most: Tokens) -> BadRequest:
+    return BadRequest(
+        f"prompt is too long: {tokens} tokens >= {most} maximum; this model's maximum context "
+        f"length is {most} tokens (model.max_len of the recipe)"
+    )
 
 
 def _until(text: str, stops: Sequence[str]) -> tuple[str, str]:

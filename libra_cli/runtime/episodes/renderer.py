@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,11 @@ class Renderer:
     def num_tokens(self) -> int:
         """The tokens that the tokenizer knows; a model may have rows for more."""
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @cached_property
+    def longest_token(self) -> int:
+        """The most characters that one token stands for."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     @property
     def added_tokens(self) -> list[int]:

@@ -207,6 +207,28 @@ def test_a_prompt_that_is_too_long_is_refused_by_itself(play):
     assert made.trajectory.turns == 2
 
 
+def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_encoded(play, monkeypatch):
+    """One of 60 MB would hold up the controller for a minute."""
+    encode, lengths = Renderer.encode, []
+
+    def measured(renderer, text):
+        lengths.append(len(text))
+        return encode(renderer, text)
+
+    monkeypatch.setattr(Renderer, "encode", measured)
+
+    async def agent(task, base_url, api_key, model):
+        await chat(task, base_url, api_key).ask()
+        long = Chat(base_url, api_key, [{"role": "user", "content": "x" * 300_000}])
+        with pytest.raises(Refused, match=r"400.*prompt is too long: at least"):
+            await long.ask()
+        raise KeyError("gone")
+
+    _, result = play(agent, "a")
+    assert (result.done, result.reward) == (True, 0.0)
+    assert max(lengths) < 100_000
+
+
 def test_a_branch_too_many_is_refused_by_itself(play):
     async def agent(task, base_url, api_key, model):
         await chat(task, base_url, api_key).ask()
