@@ -157,6 +157,10 @@ class AgentPlay:
             chars = None
         return tuple(replies)
 
+    def asked_too_much(self) -> None:
+        """Take in that its last request was longer than any that is read."""
+        self._over = True
+
     def _chars_of(self, match: Match) -> int:
         """The length of what is new; raises BadRequest if no context has room for so much.
 

@@ -154,12 +154,20 @@ class AgentServer:
             return web.json_response(models(self.model, self._max_len))
         if http.method != "POST":
             raise BadRequest(f"{path} takes POST", status=405)
-        body = await _json_of(http)
+        body = await self._body_of(http, play)
         if path == "/reward":
             return self._rewarded(play, body)
         request = dialect.read(path, http.headers, body)
         self._tell_once(request)
         return await _Waiting(http, play, request, dialect).answer()
+
+    async def _body_of(self, http: web.Request, play: AgentPlay) -> object:
+        try:
+            return await _json_of(http)
+        except web.HTTPRequestEntityTooLarge as error:
+            play.asked_too_much()
+            said = f"prompt is too long: the body has more than {MAX_BODY_BYTES:,} bytes"
+            raise BadRequest(said, status=413) from error
 
     def _play_of(self, keys: Sequence[str]) -> AgentPlay:
         for key in keys:

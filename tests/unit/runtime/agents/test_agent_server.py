@@ -177,6 +177,26 @@ def test_a_limit_that_comes_late_is_in_the_body(play, monkeypatch):
     assert "rollout.max_turns" in told[0]
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_a_body_that_is_too_large_is_refused_in_words_like_a_prompt_that_is(
+    play, monkeypatch, path
+):
+    monkeypatch.setattr(server, "MAX_BODY_BYTES", 10_000)
+
+    async def agent(task, base_url, api_key, model):
+        await post(f"{base_url}/chat/completions", chat_body())
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{base_url}/{path}", json=chat_body(metadata="x" * 20_000)) as answer,
+        ):
+            assert answer.status == 413
+            assert "prompt is too long" in (await answer.json())["error"]["message"]
+        raise KeyError("choices")
+
+    _, result = play(agent, "a")
+    assert (result.done, result.reward) == (True, 0.0)
+
+
 @pytest.mark.parametrize("quiet_s", [0.05, 15.0])
 def test_an_agent_that_fails_tells_what_it_was_refused_whenever_that_was(
     play, monkeypatch, quiet_s
