@@ -34,7 +34,12 @@ from libra_cli.runtime.tinker.sessions import (
     session_of,
 )
 from libra_cli.runtime.tinker.turns import Turns
-from libra_cli.runtime.tinker.wire import NotServed, read_training_pass, write_training_output
+from libra_cli.runtime.tinker.wire import (
+    NotServed,
+    read_training_pass,
+    read_turn,
+    write_training_output,
+)
 
 API = "/api/v1"
 LONGEST_BODY = 256 * 1024**2
@@ -319,30 +324,26 @@ class TinkerService:
         }
 
     async def _forward_backward(self, request: web.Request) -> web.Response:
-        asked = read_training_pass(await request.read())
-        order = {
-            "model": asked.model_id,
-            "data": asked.data,
-            "loss": asked.loss,
-            "settings": asked.settings,
-            "backward": not asked.forward_only,
-        }
+        message = await request.read()
+        model_id, number = read_turn(message)
 
         async def work() -> Outcome:
+            asked = read_training_pass(message)
+            order = {
+                "model": model_id,
+                "data": asked.data,
+                "loss": asked.loss,
+                "settings": asked.settings,
+                "backward": not asked.forward_only,
+            }
             answer = await self._workers.train("forward_backward", order)
             return write_training_output(answer["logprobs"], {"loss:sum": answer["loss"]})
 
-        return web.json_response(self._in_turn(asked.model_id, asked.seq_id, work))
+        return web.json_response(self._in_turn(model_id, number, work))
 
     async def _optim_step(self, told: Json) -> Json:
-        given = told["adam_params"]
-        if given.get("type", "adamw") != "adamw":
-            raise NotServed("of optimizers adamw is served")
-        unset = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
-        settings = {key: float(given.get(key, usual)) for key, usual in (ADAM | unset).items()}
-
         async def work() -> Outcome:
-            order = {"model": told["model_id"], "settings": settings}
+            order = {"model": told["model_id"], "settings": _adam(told["adam_params"])}
             answer = await self._workers.train("step", order)
             model = self._trained(told["model_id"])
             model.steps, model.unsaved = model.steps + 1, True
@@ -353,7 +354,11 @@ class TinkerService:
     def _in_turn(
         self, model_id: str, number: int, work: Callable[[], Coroutine[Any, Any, Outcome]]
     ) -> Json:
-        """Begin a request of a model when its turn comes; one that was sent before is known."""
+        """Begin a request of a model when its turn comes; one that was sent before is known.
+
+        ``work`` reads the request, too: one that is refused before it has a turn would leave those
+        that follow it waiting for that.
+        """
         turns = self._trained(model_id).turns
 
         async def waiting() -> Outcome:
@@ -407,18 +412,22 @@ class TinkerService:
     async def _load_weights(self, told: Json) -> Json:
         path, with_optimizer = told["path"], bool(told["optimizer"])
         model_id = told.get("model_id") or f"{told['session_id']}{TRAINS}{told['model_seq_id']}"
-        shape, tensors = self._saved.shape(path), self._saved.load(path)[1]
 
         async def work() -> Outcome:
+            tensors = self._saved.load(path)[1]
             order = {"model": model_id, "file": tensors, "optimizer": with_optimizer}
             await self._workers.train("load", order)
+            model = self._trained(model_id)
+            model.steps, model.unsaved = 0, False
             return {"path": path, "model_id": model_id, "type": "load_weights"}
 
-        async def created() -> Outcome:
-            await self._create(model_id, shape, None)
-            return await work()
-
         if told.get("model_id") is None:
+            shape = self._saved.shape(path)
+
+            async def created() -> Outcome:
+                await self._create(model_id, shape, None)
+                return await work()
+
             return self._begin(model_id, created())
         return self._in_turn(model_id, told["seq_id"], work)
 
@@ -497,6 +506,14 @@ class TinkerService:
                 f"{name} is not served here: the base model is {self.model.name}",
                 hint=f"if it is the same model, libra tinker RECIPE --served-model-name {name}",
             )
+
+
+def _adam(given: Json) -> dict[str, float]:
+    """Return the settings of an optimizer's step; raises NotServed for another optimizer's."""
+    if given.get("type", "adamw") != "adamw":
+        raise NotServed("of optimizers adamw is served")
+    unset = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
+    return {key: float(given.get(key, usual)) for key, usual in (ADAM | unset).items()}
 
 
 def _json(handler: Callable[[Json], Awaitable[Json]]) -> Any:

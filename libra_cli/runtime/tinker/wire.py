@@ -38,12 +38,20 @@ class NotServed(LibraError):
 class TrainingPass:
     """A request of ``forward_backward`` or ``forward``."""
 
-    model_id: str
-    seq_id: int
     loss: str
     settings: Mapping[str, float]
     forward_only: bool
     data: Sequence[DatumOrder]
+
+
+def read_turn(message: bytes) -> tuple[str, int]:
+    """Return whose a training pass is, a model's id, and the number of the request.
+
+    Raises:
+        ValueError: it is no such message.
+    """
+    fields = read_fields(message)
+    return part(fields, 1).decode(), whole(fields, 2)
 
 
 def read_training_pass(message: bytes) -> TrainingPass:
@@ -56,8 +64,6 @@ def read_training_pass(message: bytes) -> TrainingPass:
     fields = read_fields(message)
     settings = _settings(parts(fields, 7), lambda value: part(read_fields(value), 1))
     return TrainingPass(
-        model_id=part(fields, 1).decode(),
-        seq_id=whole(fields, 2),
         loss=part(fields, 4).decode(),
         settings=settings or _settings(parts(fields, 5), bytes),
         forward_only=bool(whole(fields, 6)),

@@ -21,6 +21,7 @@ from libra_cli.runtime.tinker.adapters import SavedAdapters
 from libra_cli.runtime.tinker.address import ServiceAddress
 from libra_cli.runtime.tinker.service import ServedModel, TinkerService
 from libra_cli.runtime.tinker.sessions import Sessions
+from libra_cli.runtime.tinker.turns import Turns
 from tests.live import require
 
 require("tinker")
@@ -30,7 +31,8 @@ BASE = "Qwen/Qwen3-8B"
 
 class FakeWorkers:
     """An adapter is one number: a backward pass adds what it is given to the gradient, a step adds
-    that to the number, and samples and losses tell it. ``hold`` has samples wait."""
+    that to the number, and samples and losses tell it. ``hold`` has samples wait, ``hold_training``
+    the trainer."""
 
     stop_token_ids: tuple[int, ...] = (2,)
 
@@ -40,11 +42,14 @@ class FakeWorkers:
         self.done: list[tuple[str, str]] = []
         self.on_servers: dict[str, float] = {}
         self.hold: asyncio.Event | None = None
+        self.hold_training: asyncio.Event | None = None
         self.sampling: list[str | None] = []
 
     async def train(self, operation: str, order: Any) -> dict[str, Any]:
         who = order["model"]
         await asyncio.sleep(0)
+        if self.hold_training is not None:
+            await self.hold_training.wait()
         self.done.append((operation, who))
         if operation != "create" and who not in self.numbers:
             raise TrainerError(f"there is no model {who}")
@@ -171,6 +176,11 @@ def step(training: Any, length: int) -> tuple[Any, Any]:
     return asked, training.optim_step(types().AdamParams(learning_rate=0.5))
 
 
+def loads(training: Any, path: str) -> Any:
+    with pytest.warns(FutureWarning, match="load_state"):
+        return training.load_state(path)
+
+
 def test_requests_that_are_sent_at_once_are_carried_out_in_their_order(served: Served) -> None:
     training = trained(served.client(), 1)
     asked = [step(training, length) for length in (2, 4, 6)]
@@ -205,6 +215,41 @@ def test_errors_have_the_categories_of_the_sdk(served: Served) -> None:
         assert told.value.category is sdk.types.RequestErrorCategory[category]
     # One that fails is over: the next has its turn.
     assert loss_of(training.forward_backward([datum(2)], "cross_entropy")) == 2.0
+
+
+def test_a_request_that_is_refused_has_had_its_turn(served: Served) -> None:
+    sdk = types()
+    client = served.client()
+    training = trained(client, 1)
+    # Requests that come before their turn wait so long for those that are missing.
+    served.service._models[training.model_id].turns = Turns(missing_s=2.0)
+    matrix = sdk.TensorData(data=[1, 1], dtype="int64", shape=[1, 2])
+    wrong = sdk.Datum(
+        model_input=sdk.ModelInput.from_ints([1]), loss_fn_inputs={"target_tokens": matrix}
+    )
+    refused = (
+        (training.forward_backward([wrong], "cross_entropy"), "a matrix"),
+        (loads(training, "tinker://nobody/weights/none"), "nothing is saved"),
+    )
+    for asked, words in refused:
+        with pytest.raises(Exception, match=words):
+            asked.result(DEADLINE_S)
+    assert loss_of(training.forward_backward([datum(2)], "cross_entropy")) == 2.0
+
+
+def test_a_state_is_loaded_as_the_requests_before_it_have_left_it(served: Served) -> None:
+    training = trained(served.client(), 3)
+    path = training.save_state("latest").result(DEADLINE_S).path
+    served.workers.hold_training = asyncio.Event()
+    step(training, 4)
+    training.save_state("latest")
+    loaded = loads(training, path)
+    wait_until(lambda: 5 in served.service._models[training.model_id].turns.known)
+    served.loop.call_soon_threadsafe(served.workers.hold_training.set)
+    loaded.result(DEADLINE_S)
+    assert loss_of(training.forward_backward([datum(1)], "cross_entropy")) == 5.0
+    adapter = served.service.status()["clients"][0]["adapters"][0]
+    assert (adapter["steps"], adapter["unsaved"]) == (0, False)
 
 
 def test_what_is_saved_anew_under_its_name_is_what_is_sampled_from_then_on(served: Served) -> None:

@@ -13,6 +13,7 @@ from libra_cli.runtime.tinker.wire import (
     NotServed,
     SampledTokens,
     read_training_pass,
+    read_turn,
     write_sample,
     write_training_output,
 )
@@ -37,8 +38,9 @@ def test_a_request_of_the_sdk_is_read() -> None:
     sdk = types()
     inputs = {"target_tokens": [2, 3, 4], "advantages": [0.5, -1.0, 2.0]}
     one = sdk.Datum(model_input=sdk.ModelInput.from_ints([1, 2, 70000]), loss_fn_inputs=inputs)
-    asked = read_training_pass(written(one, one, loss_fn_config={"clip_low_threshold": 0.9}))
-    assert (asked.model_id, asked.seq_id, asked.loss) == ("m:1", 300, "ppo")
+    message = written(one, one, loss_fn_config={"clip_low_threshold": 0.9})
+    asked = read_training_pass(message)
+    assert (*read_turn(message), asked.loss) == ("m:1", 300, "ppo")
     assert (asked.settings, asked.forward_only) == ({"clip_low_threshold": 0.9}, False)
     assert np.frombuffer(asked.data[1]["tokens"], "i4").tolist() == [1, 2, 70000]
     kind, data = asked.data[1]["inputs"]["advantages"]
