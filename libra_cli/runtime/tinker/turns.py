@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from libra_cli.config.errors import LibraError
 
 MISSING_S = 600.0
-"""How long a request waits for the ones before it, which may never come; chosen."""
+"""How long a request waits for one before it that may never come, while none is carried out;
+chosen."""
 
 
 class Turns:
@@ -23,6 +24,7 @@ class Turns:
         self.known: dict[int, str] = {}
         """The id under which the outcome of a request is asked for, by its number."""
         self._next = 1
+        self._under_way = False
         self._missing_s = missing_s
         self._changed = asyncio.Condition()
 
@@ -33,18 +35,26 @@ class Turns:
         Raises:
             LibraError: one before it has not come in time.
         """
-        async with self._changed:
-            try:
-                async with asyncio.timeout(self._missing_s):
-                    await self._changed.wait_for(lambda: self._next == number)
-            except TimeoutError as error:
-                raise LibraError(
-                    f"request {number} waited {self._missing_s:.0f} s for request {self._next}",
-                    hint="create another training client, from a saved state if there is one",
-                ) from error
+        await self._wait_for(number)
         try:
             yield
         finally:
             async with self._changed:
-                self._next = number + 1
+                self._next, self._under_way = number + 1, False
                 self._changed.notify_all()
+
+    async def _wait_for(self, number: int) -> None:
+        """Wait until it is a request's turn, and begin that. Raises LibraError."""
+        async with self._changed:
+            while self._next != number:
+                try:
+                    # Those before it may be many and long: only one that has not come is missing.
+                    async with asyncio.timeout(None if self._under_way else self._missing_s):
+                        await self._changed.wait()
+                except TimeoutError as error:
+                    raise LibraError(
+                        f"request {number} waited {self._missing_s:.0f} s for request {self._next}",
+                        hint="create another training client, from a saved state if there is one",
+                    ) from error
+            self._under_way = True
+            self._changed.notify_all()

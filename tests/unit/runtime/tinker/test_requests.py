@@ -47,6 +47,19 @@ def test_a_request_that_fails_lets_the_next_one_go_on_and_a_missing_one_is_told(
     asyncio.run(asyncio.wait_for(scene(), 10))
 
 
+def test_a_request_waits_as_long_as_those_before_it_are_carried_out() -> None:
+    async def scene() -> None:
+        turns = Turns(missing_s=0.05)
+
+        async def one(number: int) -> None:
+            async with turns.turn(number):
+                await asyncio.sleep(0.1)
+
+        await asyncio.gather(*(one(number) for number in (1, 2, 3)))
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
+
+
 def test_answers_are_kept_until_newer_ones_push_them_out() -> None:
     async def answer(number: int) -> Outcome:
         return {"number": number}
