@@ -292,17 +292,16 @@ class TinkerService:
             f"{told['session_id']}{TRAINS}{told['model_seq_id']}",
         )
         seed = lora.get("seed")
-        return self._begin(model_id, self._create(model_id, shape, seed))
+        return self._begin(model_id, lambda: self._create(model_id, shape, seed))
 
-    def _begin(self, model_id: str, work: Coroutine[Any, Any, Outcome]) -> Json:
-        session, owner = self._sessions.hear_of(model_id), session_of(model_id)
-        if model_id not in session.models:
-            session.models.append(model_id)
-        return {"request_id": self._futures.begin(work, owner=owner), "model_id": model_id}
+    def _begin(self, model_id: str, work: Callable[[], Coroutine[Any, Any, Outcome]]) -> Json:
+        """Begin to create a model; one that was asked for before is known."""
+        models = self._sessions.hear_of(model_id).models
+        if model_id not in models:
+            models[model_id] = self._futures.begin(work(), owner=session_of(model_id))
+        return {"request_id": models[model_id], "model_id": model_id}
 
     async def _create(self, model_id: str, shape: AdapterShape, seed: int | None) -> Outcome:
-        if model_id in self._models:  # asked again
-            return {"model_id": model_id, "type": "create_model"}
         if not 1 <= shape.rank <= self.model.max_rank:
             most = self.model.max_rank
             raise NotServed(f"rank {shape.rank}: ranks of 1 to {most} are served (--max-rank)")
@@ -428,7 +427,7 @@ class TinkerService:
                 await self._create(model_id, shape, None)
                 return await work()
 
-            return self._begin(model_id, created())
+            return self._begin(model_id, created)
         return self._in_turn(model_id, told["seq_id"], work)
 
     async def _weights_info(self, told: Json) -> Json:

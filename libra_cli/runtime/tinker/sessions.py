@@ -28,8 +28,9 @@ class ClientSession:
     """What a client has asked for."""
 
     heard_at: float
-    models: list[str] = field(default_factory=list)
-    """The ids of the adapters that it trains."""
+    models: dict[str, str] = field(default_factory=dict)
+    """The ids of the adapters that it trains, and under which the outcome of the creation of each
+    is asked for."""
     samplers: dict[str, str | None] = field(default_factory=dict)
     """The path of the adapter of each of its sampling sessions, None of the model itself."""
     unnamed: list[str] = field(default_factory=list)

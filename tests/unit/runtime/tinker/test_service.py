@@ -217,6 +217,29 @@ def test_errors_have_the_categories_of_the_sdk(served: Served) -> None:
     assert loss_of(training.forward_backward([datum(2)], "cross_entropy")) == 2.0
 
 
+def test_a_model_that_is_asked_for_again_while_it_is_created_is_created_once(
+    served: Served,
+) -> None:
+    session = served.run(served.service._create_session({}))["session_id"]
+    told = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": BASE,
+        "lora_config": {"rank": 8, "seed": 3},
+    }
+
+    async def asked() -> list[Any]:
+        served.workers.hold_training = asyncio.Event()
+        names = [(await served.service._create_model(told))["request_id"] for _ in range(2)]
+        await asyncio.sleep(0)
+        served.workers.hold_training.set()
+        return [await served.service._futures.outcome(name) for name in names]
+
+    first, again = served.run(asked())
+    assert first == again == {"model_id": f"{session}:train:0", "type": "create_model"}
+    assert served.workers.done == [("create", f"{session}:train:0")]
+
+
 def test_a_request_that_is_refused_has_had_its_turn(served: Served) -> None:
     sdk = types()
     client = served.client()
