@@ -224,13 +224,16 @@ class TinkerService:
     async def end_silent_sessions(self) -> None:
         """Let go of what sessions have of whose clients nothing was heard for a lease; adapters
         that were trained since they were saved are saved first."""
-        for name in self._sessions.silent():
+        # One at a time: others may be heard of while what one has is saved.
+        while silent := self._sessions.silent():
+            name = silent[0]
             kept = await self._end_session(name, save_as=LEFT)
             words = f"nothing was heard of client {name} for {self._sessions.lease_s:.0f} s"
             self._note("; ".join([f"{words}: its adapters have left memory", *kept]))
 
     async def _end_session(self, name: str, *, save_as: str | None) -> list[str]:
-        """Let go of all that a session has, in the memory of hosts; return what was saved of it."""
+        """Let go of all that a session has, in the memory of hosts; return, in words, what of it
+        was saved, and what could not be."""
         session = self._sessions.end(name)
         await self._futures.cancel_all(name)
         if session is None:
@@ -238,16 +241,23 @@ class TinkerService:
         kept = []
         for model_id in session.models:
             model = self._models.get(model_id)
+            if model is not None and model.unsaved and save_as is not None:
+                kept.append(await self._keep(model_id, save_as))
             # A process that trains no more has failed, and the service with it, which says why.
             with contextlib.suppress(LibraError):
-                if model is not None and model.unsaved and save_as is not None:
-                    kept.append("saved " + await self._save(model_id, "weights", save_as))
                 await self._workers.train("unload", {"model": model_id})
             self._models.pop(model_id, None)
         for path in set(session.samplers.values()) - self._sessions.sampled_paths() - {None}:
             await self._loaded.drop(str(path))
         self._delete_unnamed(session)
         return kept
+
+    async def _keep(self, model_id: str, name: str) -> str:
+        """Save the state of a model whose client is gone, and return whether it is, in words."""
+        try:
+            return "saved " + await self._save(model_id, "weights", name)
+        except LibraError as error:
+            return f"{model_id} is lost: {words_for_client(error)}"
 
     def _delete_unnamed(self, session: ClientSession) -> None:
         for path in session.unnamed:

@@ -340,6 +340,34 @@ def test_a_client_that_is_not_heard_of_for_a_lease_is_saved_and_let_go_of(served
         gone.forward_backward([datum(1)], "cross_entropy").result(DEADLINE_S)
 
 
+def test_what_cannot_be_saved_of_a_client_that_is_gone_is_told_and_let_go_of(
+    served: Served,
+) -> None:
+    gone = trained(served.client(), 3)
+    step(gone, 2)[1].result(DEADLINE_S)
+    (served.directory / gone.model_id).write_text("a file stands where its directory should be")
+    served.now = 301.0
+    served.run(served.service.end_silent_sessions())
+    assert served.workers.numbers == {}
+    (note,) = served.notes
+    assert f"; {gone.model_id} is lost: " in note
+    assert "cannot be written" in note
+
+
+def test_a_client_that_is_heard_of_while_another_is_saved_stays(served: Served) -> None:
+    gone, there = trained(served.client(), 3), trained(served.client(), 4)
+    step(gone, 2)[1].result(DEADLINE_S)
+    ended, session = (one.model_id.partition(":")[0] for one in (gone, there))
+    served.now = 301.0
+    served.workers.hold_training = asyncio.Event()
+    ending = asyncio.run_coroutine_threadsafe(served.service.end_silent_sessions(), served.loop)
+    wait_until(lambda: ended not in served.service._sessions.names())
+    served.run(served.service._heartbeat({"session_id": session}))
+    served.loop.call_soon_threadsafe(served.workers.hold_training.set)
+    ending.result(DEADLINE_S)
+    assert list(served.workers.numbers) == [there.model_id]
+
+
 def test_status_tells_of_clients_and_adapters_and_that_a_service_has_ended(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
