@@ -90,6 +90,7 @@ class SavedAdapters:
             os.replace(new, final)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
+            shutil.rmtree(new, ignore_errors=True)
             raise StateError(f"{final} cannot be written: {error.strerror}") from error
         return path
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,23 @@ def test_saved_adapters_are_found_by_their_paths_and_no_others(tmp_path: Path) -
     for wrong in ("tinker://../weights/a", "tinker://s/..//a", "/etc/passwd", "tinker://s/weights"):
         with pytest.raises(LibraError, match="no path"):
             saved.load(wrong)
+
+
+def test_an_adapter_that_does_not_fit_on_the_disk_leaves_no_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(data[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    saved = SavedAdapters(tmp_path)
+    saved.save("s:train:0", "weights", "a", config="{}", tensors=b"one")
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(StateError, match="No space left"):
+        saved.save("s:train:0", "weights", "a", config="{}", tensors=b"two")
+    assert [one.name for one in (tmp_path / "s:train:0/weights").iterdir()] == ["a"]
+    assert saved.load("tinker://s:train:0/weights/a")[1] == b"one"
 
 
 @pytest.mark.parametrize(
