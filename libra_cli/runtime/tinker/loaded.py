@@ -86,7 +86,7 @@ class LoadedAdapters:
     async def _add(self, path: str) -> None:
         idle = [one for one, loaded in self._loaded.items() if not loaded.users]
         for one in idle[: max(0, len(self._loaded) + 1 - self._most)]:
-            await self.drop(one)
+            await self._drop(one)
         loaded = _Loaded(f"{path}#{next(self._numbers)}")
         await self._servers.add_adapter(loaded.name, *self._saved.load(path))
         self._loaded[path] = loaded
@@ -94,6 +94,10 @@ class LoadedAdapters:
     async def drop(self, path: str) -> None:
         """Let go of what is loaded of a path, at once or when its last user has ended; who names
         the path from now on has it loaded again."""
+        async with self._adding:  # what is being loaded may be what was there before
+            await self._drop(path)
+
+    async def _drop(self, path: str) -> None:
         loaded = self._loaded.pop(path, None)
         if loaded is not None:
             loaded.dropped = True

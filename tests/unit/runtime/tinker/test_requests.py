@@ -11,6 +11,7 @@ import pytest
 from libra_cli.config.errors import LibraError, StateError
 from libra_cli.runtime.tinker.adapters import AdapterShape, SavedAdapters
 from libra_cli.runtime.tinker.futures import Futures, Outcome
+from libra_cli.runtime.tinker.loaded import LoadedAdapters
 from libra_cli.runtime.tinker.sampling import SampleOrder
 from libra_cli.runtime.tinker.turns import Turns
 from libra_cli.runtime.tinker.wire import NotServed
@@ -138,6 +139,48 @@ def test_an_adapter_that_does_not_fit_on_the_disk_leaves_no_part_of_it(
         saved.save("s:train:0", "weights", "a", config="{}", tensors=b"two")
     assert [one.name for one in (tmp_path / "s:train:0/weights").iterdir()] == ["a"]
     assert saved.load("tinker://s:train:0/weights/a")[1] == b"one"
+
+
+class SlowServers:
+    """Adapters by name, each of which is there once ``ready`` is set."""
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.held: dict[str, bytes] = {}
+
+    async def add_adapter(self, name: str, config: str, tensors: bytes) -> None:
+        await self.ready.wait()
+        self.held[name] = tensors
+
+    async def remove_adapter(self, name: str) -> None:
+        del self.held[name]
+
+
+def test_an_adapter_saved_anew_while_servers_load_it_is_loaded_again(tmp_path: Path) -> None:
+    saved, servers = SavedAdapters(tmp_path), SlowServers()
+    loaded = LoadedAdapters(servers, saved)
+
+    def save(tensors: bytes) -> str:
+        return saved.save("s:train:0", "sampler_weights", "a", config="{}", tensors=tensors)
+
+    async def sampled(path: str) -> bytes:
+        async with loaded.used(path) as name:
+            assert name is not None
+            return servers.held[name]
+
+    async def scene() -> None:
+        path = save(b"old")
+        first = asyncio.create_task(sampled(path))
+        await asyncio.sleep(0)
+        save(b"new")
+        dropped = asyncio.create_task(loaded.drop(path))
+        await asyncio.sleep(0)
+        servers.ready.set()
+        await asyncio.gather(first, dropped)
+        assert await sampled(path) == b"new"
+        assert list(servers.held.values()) == [b"new"]
+
+    asyncio.run(asyncio.wait_for(scene(), 10))
 
 
 @pytest.mark.parametrize(
