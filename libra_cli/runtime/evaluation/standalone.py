@@ -25,7 +25,7 @@ from libra_cli.core.launch.placement import initial_plan, slots_of
 from libra_cli.core.records import EvaluationRecord, Record
 from libra_cli.core.rollout.groups import new_trajectory
 from libra_cli.core.rollout.turns import append_turn, extend_masked, go_on_at
-from libra_cli.core.types import STARTED_WITH, Bucket, SlotId, Trajectory, node_of
+from libra_cli.core.types import STARTED_WITH, Bucket, SlotId, Tokens, Trajectory, node_of
 from libra_cli.runtime.agents.episodes import AgentEpisodes
 from libra_cli.runtime.credentials.run_secrets import RunSecrets
 from libra_cli.runtime.episodes.performer import EpisodePlayer, episode_seed
@@ -40,6 +40,8 @@ from libra_cli.runtime.store.images import ImageStore
 from libra_cli.runtime.weights.versions import weights_of
 
 INCARNATION = 1
+AGAIN_S = 1.0
+"""Seconds after which a turn is asked for again whose server did not answer; chosen."""
 
 
 class StandaloneEvaluation:
@@ -247,27 +249,38 @@ class StandaloneEvaluation:
         return context >= self._recipe.model.max_len or trajectory.turns >= most
 
     async def _turn(self, trajectory: Trajectory, slot: SlotId) -> TurnGenerated:
+        """Have a turn generated, again where its server does not answer. Raises LibraError.
+
+        One that has ended, or whose host is given up, breaks off the whole evaluation, but that is
+        known only later: until then trajectories would fail one after the other.
+        """
         left = self._recipe.model.max_len - len(trajectory.token_ids)
         if left <= 0:
             raise ProcessError(f"the prompt of {trajectory.id} is longer than model.max_len")
+        give_up = time.monotonic() + self._recipe.run.lease_s
+        while True:
+            turn = await self._servers.generate(self._order(trajectory, slot, left))
+            if isinstance(turn, TurnGenerated):
+                return turn
+            if turn.refused or self._failure is not None or time.monotonic() > give_up:
+                raise ProcessError(f"{slot}: {turn.reason}")
+            await asyncio.sleep(AGAIN_S)
+
+    def _order(self, trajectory: Trajectory, slot: SlotId, left: Tokens) -> Generate:
+        """Return the order of a turn, of at most ``left`` tokens."""
         self._requests += 1
         most = self._recipe.rollout.max_turn_tokens
         wished = self._player.turn_limit_of(trajectory.id)
-        turn = await self._servers.generate(
-            Generate(
-                request=self._requests,
-                trajectory=trajectory.id,
-                slot=slot,
-                incarnation=INCARNATION,
-                prompt_ids=trajectory.token_ids[:],
-                max_tokens=min(wished or most, most, left),
-                cache_key=STARTED_WITH,
-                priority=0,
-            )
+        return Generate(
+            request=self._requests,
+            trajectory=trajectory.id,
+            slot=slot,
+            incarnation=INCARNATION,
+            prompt_ids=trajectory.token_ids[:],
+            max_tokens=min(wished or most, most, left),
+            cache_key=STARTED_WITH,
+            priority=0,
         )
-        if isinstance(turn, TurnGenerated):
-            return turn
-        raise ProcessError(f"{slot}: {turn.reason}")
 
     def _tell(self, row: EvaluationRecord) -> None:
         self._rows[row.evaluation] = row

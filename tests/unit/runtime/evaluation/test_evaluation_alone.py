@@ -24,12 +24,14 @@ from libra_cli.config.errors import (
     WrongRun,
 )
 from libra_cli.core.actions import Generate
-from libra_cli.core.events import TurnGenerated
+from libra_cli.core.events import ServerFailed, TurnFailed, TurnGenerated
 from libra_cli.core.records import EvaluationRecord, ExportRecord
 from libra_cli.core.types import STARTED_WITH, TrajectoryId, VersionSpan
 from libra_cli.runtime.episodes.player import TurnResult
+from libra_cli.runtime.evaluation import standalone
 from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
 from libra_cli.runtime.interrupts import CLEARING, STOPPING
+from libra_cli.runtime.rollout.connection import turn_failed
 from libra_cli.runtime.store.journal import Journal
 from tests.unit.runtime.test_interrupts import interrupted
 from tests.world import recipe
@@ -101,6 +103,52 @@ def test_every_seat_plays_and_what_breaks_is_tried_again_and_counted(tmp_path: P
     assert (last.metrics["turns"], last.generated_tokens) == (2.0, 12)
     assert servers.most > 1
     assert not player.turns
+
+
+class Breaks(SaysSeven):
+    """Servers that break off each of the first turns, as where a connection is lost."""
+
+    def __init__(self, first: int) -> None:
+        self.left = first
+
+    async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:  # type: ignore[override]
+        if self.left:
+            self.left -= 1
+            return turn_failed(action, "connection refused")
+        return await super().generate(action)
+
+
+def alone_at(tmp_path: Path, servers: Any) -> StandaloneEvaluation:
+    settings = recipe(evaluation={"num_tasks": 4, "samples": 2, "at_start": False})
+    alone = StandaloneEvaluation(settings, tmp_path, told=lambda row: None, note=lambda text: None)
+    alone._servers, alone._player = servers, cast("Any", TwoTurns())
+    return alone
+
+
+def test_a_connection_that_is_lost_for_a_while_costs_no_trajectory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standalone, "AGAIN_S", 0.001)
+    alone = alone_at(tmp_path, Breaks(100))
+    asyncio.run(asyncio.wait_for(alone._play_all(), 20))
+    (row,) = alone._rows.values()
+    assert (row.state, row.finished, row.failed) == ("finished", 6, 2)
+
+
+def test_a_server_that_has_ended_breaks_off_the_evaluation_before_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standalone, "AGAIN_S", 0.001)
+    servers = Breaks(10**9)
+    alone = alone_at(tmp_path, servers)
+
+    async def scene() -> None:
+        ended = ServerFailed("a:0", 1, "it was killed")
+        asyncio.get_running_loop().call_later(0.1, alone._post, ended)
+        await alone._play_all()
+
+    with pytest.raises(LibraError, match="it was killed"):
+        asyncio.run(asyncio.wait_for(scene(), 20))
 
 
 def test_a_model_is_a_directory_and_no_adapter(tmp_path: Path) -> None:
