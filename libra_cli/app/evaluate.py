@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from libra_cli import __version__
@@ -28,7 +28,9 @@ from libra_cli.runtime.interrupts import CLEARING, Interrupts
 from libra_cli.runtime.recipes.loader import load_recipe
 from libra_cli.runtime.result_files import check_place, write_result
 from libra_cli.runtime.store.reader import Reader, has_run
+from libra_cli.runtime.store.run_directory import recipe_of
 from libra_cli.runtime.supervision.quotations import masked_errors
+from libra_cli.runtime.trainer.checkpoints import FoundCheckpoint, scored_by
 from libra_cli.runtime.trainer.model_export import MERGED
 from libra_cli.runtime.trajectory_source import check_source
 
@@ -105,7 +107,7 @@ def model_of(target: Path, step: int | None) -> EvaluatedModel:
     """The model in the directory that is named, or of a run the best that it has made.
 
     Raises:
-        WrongRun: there is none, or it is an adapter.
+        WrongRun: there is none, or it is an adapter, or the run's recipe cannot be read.
         InputError: a step is named, and the directory is no run's.
     """
     if not has_run(target):
@@ -119,7 +121,7 @@ def model_of(target: Path, step: int | None) -> EvaluatedModel:
             )
         return EvaluatedModel(_whole(model))
     with Reader(target) as reader:
-        made = [row for row in reader.exports() if step in (None, row.step)]
+        made = [row for row in _scored(reader, target) if step in (None, row.step)]
     again = f"libra export {target}{'' if step is None else f' --step {step}'}"
     if not made:
         raise WrongRun(
@@ -130,6 +132,16 @@ def model_of(target: Path, step: int | None) -> EvaluatedModel:
     if newest.step != best.step:  # of the best one the checkpoint may be gone as well
         again += f"; or libra eval {target} RECIPE --step {newest.step}"
     return EvaluatedModel(_whole(Path(best.path)), best.node, again)
+
+
+def _scored(reader: Reader, run_dir: Path) -> list[ExportRecord]:
+    """Return the models that a run has made with the scores that are known of them now: one that
+    was made with its checkpoint was made before its evaluation ended."""
+    made, evaluations = reader.exports(), reader.evaluations()
+    names = recipe_of(run_dir).evaluation_names if evaluations else ()
+    found = [FoundCheckpoint(row.path, row.step, row.score, (row.node,)) for row in made]
+    known = scored_by(found, evaluations, names)
+    return [replace(row, score=one.score) for row, one in zip(made, known, strict=True)]
 
 
 def _worth(made: ExportRecord) -> tuple[float, int, bool, float]:

@@ -33,6 +33,7 @@ from libra_cli.runtime.evaluation.standalone import StandaloneEvaluation
 from libra_cli.runtime.interrupts import CLEARING, STOPPING
 from libra_cli.runtime.rollout.connection import turn_failed
 from libra_cli.runtime.store.journal import Journal
+from libra_cli.runtime.store.run_directory import RECIPE
 from tests.unit.runtime.test_interrupts import interrupted
 from tests.world import recipe
 
@@ -170,6 +171,25 @@ def test_of_an_adapter_and_what_it_was_merged_into_the_newer_is_the_run_s(tmp_pa
             step = int(name.split("-")[1])
             journal.save(ExportRecord(step, "n", f"/models/{name}", at, 1, 1.0, score))
     assert model_of(run_dir, None).path == Path("/models/step-4-merged")
+
+
+def test_the_best_model_is_told_by_evaluations_that_ended_after_it_was_made(
+    tmp_path: Path,
+) -> None:
+    run_dir = tmp_path / "run"
+    with Journal(run_dir) as journal:
+        for number, (step, reward) in enumerate({2: 0.25, 4: 0.75, 6: 0.5}.items()):
+            journal.save(ExportRecord(step, "n", f"/models/step-{step}", step, 1, 1.0, None))
+            metrics = json.dumps({"avg@1": reward})
+            journal.save(
+                EvaluationRecord(
+                    number, "held-out", step, 1, "finished", 0.0, 1.0, 1, 1, 1, 0, step, 1, metrics
+                )
+            )
+    told = recipe(evaluation=[{"name": "held-out", "num_tasks": 1, "samples": 1}])
+    (run_dir / RECIPE).write_text(told.model_dump_json())
+    assert model_of(run_dir, None).path == Path("/models/step-4")
+    assert model_of(run_dir, 6).path == Path("/models/step-6")
 
 
 @pytest.mark.parametrize(
