@@ -180,6 +180,13 @@ class Tenants:
         for name, parameter in tenant.parameters.items():
             if name not in tensors or tensors[name].shape != parameter.shape:
                 raise TrainerError(f"what was saved has no {name} of shape {[*parameter.shape]}")
+        more = [
+            one for one in tensors if one not in tenant.parameters and not one.startswith(STATE)
+        ]
+        if more:
+            raise TrainerError(
+                f"what was saved has {more[0]}, which this adapter has not: it would be lost"
+            )
         tenant.optimizer = torch.optim.AdamW(tenant.parameters.values())
         with torch.no_grad():
             for name, parameter in tenant.parameters.items():

@@ -144,6 +144,15 @@ def test_a_saved_state_goes_on_as_the_one_that_was_never_saved() -> None:
     assert made.save("a", optimizer=True) == made.save("b", optimizer=True)
 
 
+def test_a_state_of_more_matrices_is_refused_and_changes_nothing() -> None:
+    made = tenants("a")
+    made.create("b", LoraSpec(rank=4, target_modules=("q_proj", "v_proj")), seed=5)
+    before = made.save("b", optimizer=True)
+    with pytest.raises(TrainerError, match=r"down_proj.* which this adapter has not"):
+        made.load("b", made.save("a", optimizer=True), optimizer=True)
+    assert made.save("b", optimizer=True) == before
+
+
 def test_passes_that_fail_half_way_add_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = [datum(6) for _ in range(5)]
     made = tenants("a", pass_tokens=6)
