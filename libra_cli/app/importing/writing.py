@@ -13,7 +13,7 @@ from libra_cli.app.importing.translation import grouped
 from libra_cli.config.other_names.rule import LeftOut, Setting, Why
 from libra_cli.config.recipe import Recipe
 
-_EXPONENT = re.compile(r"\b(\d+(?:\.\d*[1-9])?)(?:\.0)?e([-+]?)0*(\d+)\b")
+_EXPONENT = re.compile(r"^(-?\d+(?:\.\d*[1-9])?)(?:\.0)?e([-+]?)0*(\d+)$")
 _WIDTH = 100
 _COMMENT = 36
 """The column that comments begin in, where the key leaves room."""
@@ -75,7 +75,20 @@ def _commented(line: str, told: str) -> Iterator[str]:
     yield line
 
 
+class _Dumper(yaml.SafeDumper):
+    """Writes 1e-6 as recipes have it, where PyYAML writes 1.0e-06."""
+
+
+def _number(dumper: yaml.SafeDumper, value: float) -> yaml.ScalarNode:
+    node = dumper.represent_float(value)
+    node.value = _EXPONENT.sub(r"\1e\2\3", node.value)
+    return node
+
+
+_Dumper.add_representer(float, _number)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-0123456789"))
+
+
 def _flow(value: Any) -> str:
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
-    # 1e-6 as recipes have it, where PyYAML writes 1.0e-06.
-    return _EXPONENT.sub(r"\1e\2\3", text.removesuffix("\n...\n").strip())
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, width=10_000, sort_keys=False)
+    return text.removesuffix("\n...\n").strip()

@@ -262,6 +262,16 @@ def test_the_arguments_of_a_command_line(made):
     assert one["training.groups_per_step"] == 4
 
 
+def test_a_path_keeps_what_looks_like_a_number_in_it(made):
+    one = made(
+        "grpo.yaml",
+        {"model_name_or_path": "/out/lr-1.0e-05/7e08", "num_generations": 8, "learning_rate": 2e-6},
+    )
+    assert one["model.path"] == "/out/lr-1.0e-05/7e08"
+    assert one["training.learning_rate"] == 2e-6
+    assert "learning_rate: 2e-6" in one.told.text
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
