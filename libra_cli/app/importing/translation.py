@@ -8,6 +8,7 @@ from typing import Any
 
 from libra_cli.config.errors import NONSENSE
 from libra_cli.config.other_names.rule import Given, KeyRule, LeftOut, Refused, Setting, Table, Why
+from libra_cli.config.secrets import holds_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ def grouped(left_out: Sequence[LeftOut]) -> Iterator[tuple[Why, list[tuple[str, 
         reasons: dict[str, list[str]] = {}
         for one in left_out:
             if one.why is why:
-                told = one.key if one.value is None else f"{one.key}: {_short(one.value)}"
+                hidden = one.value is None or holds_token(str(one.value))
+                told = one.key if hidden else f"{one.key}: {_short(one.value)}"
                 reasons.setdefault(one.reason, []).append(told)
         if reasons:
             yield why, [(", ".join(keys), reason) for reason, keys in reasons.items()]

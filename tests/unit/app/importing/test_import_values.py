@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from libra_cli.app.importing.command import Imported, ImportOrder, import_recipe
-from libra_cli.app.importing.translation import translate
+from libra_cli.app.importing.translation import grouped, translate
 from libra_cli.app.importing.writing import recipe_text
 from libra_cli.config.errors import LibraError
 from libra_cli.config.other_names.rule import Given, Why
@@ -260,6 +260,14 @@ def test_the_arguments_of_a_command_line(made):
     assert one["training.learning_rate"] == 1e-5
     assert one["training.lora.target_modules"] == ["q_proj", "v_proj"]
     assert one["training.groups_per_step"] == 4
+
+
+def test_tokens_that_are_left_out_are_not_shown(made):
+    settings = {"hub_token": "hf_abcdefghijklmnopqrstuv", "unknown": "hf_zyxwvutsrqponmlkj"}
+    one = made("grpo.yaml", {"num_generations": 8, **settings})
+    told = [keys for _, found in grouped(one.told.left_out) for keys, _ in found]
+    assert {"hub_token", "unknown"} <= set(one.why)
+    assert "hf_" not in f"{told} {one.told.text}"
 
 
 def test_a_path_keeps_what_looks_like_a_number_in_it(made):
