@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import itertools
 import operator
 import re
 import shlex
@@ -18,7 +19,9 @@ from dataclasses import dataclass, field
 
 COMPUTED = "\x00"
 """Stands in a text for what only running the script could tell."""
-_END = re.compile(r"^(\|\|?|&&?|;|>|2>&1|>>|2>)$")
+_BETWEEN = frozenset({"&&", "||", ";", "&"})
+"""Words between two commands of one line."""
+_END = re.compile(r"^(\||>|2>&1|>>|2>)$")
 _ASSIGNED = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?=)(.*)$", re.DOTALL)
 _COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
 _SUM = re.compile(r"\$\(\(((?:[^()]|\([^()]*\)|\((?:[^()]|\([^()]*\))*\))*)\)\)")
@@ -111,9 +114,7 @@ def commands(text: str) -> Iterator[list[str]]:
         if assigned and not _has_command(line):
             script.assign(assigned[1], assigned[2], assigned[3])
             continue
-        words = script.words(line)
-        if words:
-            yield list(_until_its_end(words))
+        yield from _commands_of(script.words(line))
 
 
 def assigned_in_branches(text: str) -> list[str]:
@@ -133,11 +134,13 @@ def _has_command(line: str) -> bool:
     )
 
 
-def _until_its_end(words: list[str]) -> Iterator[str]:
-    for word in words:
-        if _END.match(word):
-            return
-        yield word
+def _commands_of(words: list[str]) -> Iterator[list[str]]:
+    """Yield the commands of a line, each without where its output goes."""
+    for is_between, part in itertools.groupby(words, _BETWEEN.__contains__):
+        if not is_between:
+            command = list(itertools.takewhile(lambda word: not _END.match(word), part))
+            if command:
+                yield command
 
 
 def _split(text: str) -> list[str]:

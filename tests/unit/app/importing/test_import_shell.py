@@ -23,6 +23,8 @@ def last(text: str) -> list[str]:
             ["run", "x=1", "y=2 3", "z=4"],
         ),
         ("run a > log 2>&1", ["run", "a"]),
+        ("cd /there && run a 2>&1 | tee log", ["run", "a"]),
+        ("set -x ; run a || exit 1", ["exit", "1"]),
         ("export HOME_OF=$HOME/data\nrun $HOME_OF", ["run", "~/data"]),
         ("run \"['$HOME/a', 'b']\"", ["run", "['~/a', 'b']"]),
     ],
