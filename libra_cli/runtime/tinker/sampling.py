@@ -52,7 +52,7 @@ class SampleOrder:
         strings, tokens_that_stop = _stops(given.get("stop"), stop_token_ids)
         order = {
             "prompt_ids": array("i", tokens).tobytes(),
-            "max_tokens": min(given.get("max_tokens") or left, left),
+            "max_tokens": _most(given.get("max_tokens"), left),
             "temperature": given.get("temperature", 1.0),
             "top_p": given.get("top_p", 1.0),
             "top_k": given.get("top_k", -1),
@@ -77,6 +77,13 @@ class SampleOrder:
             }
             for number in range(self.samples)
         ]
+
+
+def _most(asked: int | None, left: int) -> int:
+    """Return the most tokens of a sample, of which there is room for ``left``."""
+    if asked is not None and asked < 1:
+        raise NotServed(f"max_tokens is {asked}, and a sample has one token at least")
+    return left if asked is None else min(asked, left)
 
 
 def _tokens(prompt: Mapping[str, Any]) -> list[int]:

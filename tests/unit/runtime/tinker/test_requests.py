@@ -206,6 +206,14 @@ def test_a_stop_that_is_none_is_refused(stop: object) -> None:
         sample_order(stop)
 
 
-def sample_order(stop: object) -> SampleOrder:
-    told = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": {"stop": stop}}
+def test_a_sample_of_no_tokens_is_refused_and_not_one_of_all_that_there_is_room_for() -> None:
+    assert [sample_order(None, most).order["max_tokens"] for most in (None, 3, 99)] == [8, 3, 8]
+    for most in (0, -1):
+        with pytest.raises(NotServed, match=f"max_tokens is {most}"):
+            sample_order(None, most)
+
+
+def sample_order(stop: object, max_tokens: int | None = None) -> SampleOrder:
+    asked = {"stop": stop, "max_tokens": max_tokens}
+    told = {"prompt": {"chunks": [{"tokens": [1]}]}, "sampling_params": asked}
     return SampleOrder.of(told, max_len=9, stop_token_ids=[2])
