@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ COMMAND_S = 30.0
 SERVE_S = 1800.0
 """Seconds until a server of a checkpoint begins, which reads the host's part through before: 1 TB
 at 600 MB/s. A host that is lost ends the wait."""
+_INCARNATION = re.compile(r"-e(\d+)(?:-merged)?$")
 ABOUT = "checkpoint.json"
 """The file that a part has once it is complete: step, world size, score."""
 
@@ -173,11 +175,34 @@ def scored_by(
     """Return the checkpoints with the scores of the evaluation ``names[0]``, the recipe's first, or
     as they are where that has never finished.
     """
-    told = [one for one in evaluations if one.name in names[:1]]
-    scores = {one.step: one.score for one in told if one.score is not None}
-    if not scores:
+    told = [one for one in evaluations if one.name in names[:1] and one.score is not None]
+    if not told:
         return list(checkpoints)
-    return [replace(one, score=scores.get(one.step)) for one in checkpoints]
+    return [replace(one, score=_score_of(one, checkpoints, told)) for one in checkpoints]
+
+
+def _score_of(
+    checkpoint: FoundCheckpoint,
+    checkpoints: Sequence[FoundCheckpoint],
+    told: Sequence[EvaluationRecord],
+) -> float | None:
+    """Return the score of a checkpoint's own weights: its trainer's, or that of a later one that
+    went on from it. An earlier trainer had others at that step, from which the run went back."""
+    own = _incarnation(checkpoint.name)
+    same_step = [_incarnation(one.name) for one in checkpoints if one.step == checkpoint.step]
+    again = min((one for one in same_step if one > own), default=float("inf"))
+    scores = {
+        one.trainer_incarnation: one.score
+        for one in told
+        if one.step == checkpoint.step and own <= one.trainer_incarnation < again
+    }
+    return scores.get(own, scores[max(scores)] if scores else None)
+
+
+def _incarnation(name: str) -> int:
+    """Return the trainer incarnation in the name of a checkpoint, or of its model; -1 for none."""
+    match = _INCARNATION.search(name)
+    return int(match[1]) if match else -1
 
 
 def best_of(checkpoints: Sequence[FoundCheckpoint]) -> FoundCheckpoint | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ import pytest
 from libra_cli.core.records import EvaluationRecord
 from libra_cli.runtime.hosts.host import Host
 from libra_cli.runtime.hosts.local import LocalTransport
-from libra_cli.runtime.trainer.checkpoints import best_of, find_checkpoints, scored_by
+from libra_cli.runtime.trainer.checkpoints import (
+    FoundCheckpoint,
+    best_of,
+    find_checkpoints,
+    scored_by,
+)
 
 
 @pytest.fixture
@@ -72,3 +78,24 @@ def test_the_recipes_first_evaluation_scores_though_another_began_before_it(
     assert best is not None
     assert best.step == 20
     assert scored_by(found, rows, []) == found
+
+
+def test_a_checkpoint_has_no_score_of_weights_that_the_run_went_back_from() -> None:
+    found = [
+        FoundCheckpoint(name, step, None, ("a",))
+        for name, step in (("step-000010-e1", 10), ("step-000020-e1", 20), ("step-000020-e2", 20))
+    ]
+
+    def scores(checkpoints: list[FoundCheckpoint], *told: tuple[int, int, float]) -> list[object]:
+        rows = [
+            replace(evaluated(number, "held-out", step, reward), trainer_incarnation=incarnation)
+            for number, (step, incarnation, reward) in enumerate(told)
+        ]
+        return [one.score for one in scored_by(checkpoints, rows, ["held-out"])]
+
+    first, lost, again = (10, 1, 0.2), (20, 1, 0.9), (20, 2, 0.5)
+    assert scores([found[0], found[2]], first, lost) == [0.2, None]
+    assert scores(found, first, lost, again) == [0.2, 0.9, 0.5]
+    assert scores(found, first, again) == [0.2, None, 0.5]
+    # The trainer that went on from a checkpoint has its weights.
+    assert scores(found[:2], first, again) == [0.2, 0.5]
