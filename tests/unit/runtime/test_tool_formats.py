@@ -331,6 +331,8 @@ def test_arguments_may_be_json_in_a_string_or_absent():
         ('{"arguments": {}}', '"name"'),
         ('{"name": 3}', '"name"'),
         ('{"name": "get", "arguments": [1]}', '"arguments"'),
+        ('{"name": "get", "arguments": {"n": 1e999}}', "value that JSON has"),
+        ('{"name": "get", "arguments": {"n": %s}}' % ("[" * 600 + "]" * 600), "levels deep"),
     ],
 )
 def test_a_call_of_the_wrong_form_says_what_is_wrong(body, reason):

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from libra_cli.envs.protocol import ToolCall
@@ -58,8 +59,38 @@ _JOINT = re.compile(r"[ \n;]*")
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
+DEEPEST = 100
+"""Levels of lists and objects in a call's arguments. Python's own limit is near 1,000, of which the
+frames that handle a call take some. Chosen."""
+
+
 class Unreadable(Exception):
     """A call that is not of its form; the message says why, for the model."""
+
+
+def check(calls: Sequence[ToolCall]) -> None:
+    """Raise Unreadable for arguments that JSON has no words for, or that nest ``DEEPEST`` deep.
+
+    Clients are sent them as JSON, which has neither infinity (``1e999``) nor Python's sets.
+    """
+    level: list[object] = [call.arguments for call in calls]
+    for _ in range(DEEPEST):
+        inner: list[object] = []
+        for value in level:
+            if isinstance(value, Mapping):
+                inner += value.values()
+            elif isinstance(value, list | tuple):
+                inner += value
+            elif not _is_plain(value):
+                raise Unreadable("an argument is not a value that JSON has")
+        if not (level := inner):
+            return
+    raise Unreadable(f"its arguments are nested more than {DEEPEST} levels deep")
+
+
+def _is_plain(value: object) -> bool:
+    finite = not isinstance(value, float) or math.isfinite(value)
+    return finite and (value is None or isinstance(value, str | int | float))
 
 
 def json_calls(text: str, types: Types) -> list[ToolCall]:

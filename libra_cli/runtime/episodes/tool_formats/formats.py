@@ -24,6 +24,7 @@ from libra_cli.runtime.episodes.tool_formats.bodies import (
     Types,
     Unreadable,
     brace_calls,
+    check,
     element_calls,
     json_calls,
     named_json_calls,
@@ -114,10 +115,12 @@ class ToolFormat:
         try:
             if self.needs_end and not match["end"]:
                 raise Unreadable("it is not closed")
-            return self.read(body, types)
+            calls = self.read(body, types)
+            check(calls)
         except Unreadable as error:
             cut = not match["end"] and match.end() == len(match.string)
             return [Malformed(body[:_EXCERPT], str(error), cut)]
+        return calls
 
 
 def _types(tools: Sequence[ToolSchema]) -> Types:
