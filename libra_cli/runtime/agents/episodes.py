@@ -196,7 +196,8 @@ class AgentEpisodes:
         except AgentFailed as error:
             play.end(AgentEnd(error=AgentFailed(self._mask(str(error)), hint=error.hint)))
         except Exception as error:  # noqa: BLE001  nobody would be told; no more threads is one
-            play.end(AgentEnd(error=AgentFailed(f"the agent cannot be run: {error}")))
+            why = self._mask(f"the agent cannot be run: {error}")
+            play.end(AgentEnd(error=AgentFailed(why)))
         else:
             play.end(AgentEnd(reward))
 

@@ -187,12 +187,14 @@ def test_a_machine_without_threads_left_fails_the_agent_in_words(play, monkeypat
     def refuse_first(self, function):
         if self._name == "libra-agent" and not refused:
             refused.append(function)
-            raise RuntimeError("can't start new thread")
+            raise RuntimeError("can't start new thread beside xyzzy-of-the-recipe")
         run(self, function)
 
     monkeypatch.setattr(Threads, "run", refuse_first)
-    with pytest.raises(AgentFailed, match="cannot be run: can't start new thread"):
-        play(None, "said", command=python(""), timeout_s=3.0)
+    known = {"KEY": "xyzzy-of-the-recipe"}
+    words = r"cannot be run: can't start new thread beside \[masked\]"
+    with pytest.raises(AgentFailed, match=words):
+        play(None, "said", command=python(""), timeout_s=3.0, secrets=known)
 
 
 def test_a_node_without_threads_left_fails_the_agent_and_goes_on(tmp_path, monkeypatch):
