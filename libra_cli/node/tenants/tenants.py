@@ -135,12 +135,20 @@ class Tenants:
         """Take a step of AdamW with the gradients there are, and return their norm before clipping.
 
         Raises:
-            TrainerError: there is no such adapter.
+            TrainerError: there is no such adapter, or the norm is not finite: the gradients are
+                gone then, and the weights are what they were.
         """
         tenant = self._tenant(model_id)
         parameters = list(tenant.parameters.values())
         limit = settings["grad_clip_norm"] or float("inf")
         norm = nn.utils.clip_grad_norm_(parameters, limit)
+        if not torch.isfinite(norm):
+            tenant.optimizer.zero_grad(set_to_none=True)
+            raise TrainerError(
+                f"the gradient is not finite (its norm is {float(norm)}): no step was taken, and "
+                "the gradients are gone",
+                hint="look for infinite advantages or logprobs in the data",
+            )
         for group in tenant.optimizer.param_groups:
             group["lr"] = settings["learning_rate"]
             group["betas"] = (settings["beta1"], settings["beta2"])

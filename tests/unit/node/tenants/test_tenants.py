@@ -184,6 +184,19 @@ def test_passes_that_fail_half_way_add_no_gradient(monkeypatch: pytest.MonkeyPat
     assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_a_gradient_that_is_not_finite_takes_no_step_and_is_gone(limit: float) -> None:
+    made = tenants("a")
+    parameters = made._tenants["a"].parameters.values()
+    before = made.save("a", optimizer=True)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, float("inf"))
+    with pytest.raises(TrainerError, match=r"not finite.*no step was taken"):
+        made.step("a", {**ADAM, "grad_clip_norm": limit})
+    assert made.save("a", optimizer=True) == before
+    assert all(parameter.grad is None for parameter in parameters)
+
+
 def test_a_forward_pass_leaves_no_gradient_and_an_unloaded_adapter_nothing() -> None:
     made = tenants("a")
     made.forward_backward("a", [datum(3)], "cross_entropy", settings={}, backward=False)
