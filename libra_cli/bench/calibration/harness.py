@@ -92,7 +92,8 @@ class MeasurementHarness:
         self._requests = 0
         self._step = 0
         self._failure: LibraError | None = None
-        self._told: asyncio.Queue[Event] = asyncio.Queue()
+        #: Versions that are published; None is put there where a host is lost.
+        self._told: asyncio.Queue[Event | None] = asyncio.Queue()
         #: What each host says of itself, as JSON, by node.
         self.hosts: dict[str, str] = {}
         self.published: PublishedVersion | None = None
@@ -174,6 +175,7 @@ class MeasurementHarness:
             self._up(self._ranks).processes.exited(event)
         elif isinstance(event, LeaseExpired):
             self._failure = ProcessError(f"{event.node}: {event.reason}")
+            self._told.put_nowait(None)  # a version is waited for that will not come
 
     def _post(self, event: Event) -> None:
         """Take what servers and ranks report by themselves:
