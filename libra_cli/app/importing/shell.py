@@ -78,13 +78,13 @@ class _Assigned:
     def _sum(self, found: re.Match[str]) -> str:
         try:
             return f"{self._number(ast.parse(found[1].strip(), mode='eval').body):.15g}"
-        except (SyntaxError, ValueError, ZeroDivisionError):
+        except (SyntaxError, ValueError, ZeroDivisionError, OverflowError):
             return COMPUTED
 
     def _number(self, node: ast.expr) -> float:
         match node:
             case ast.Constant(value=int() | float() as value):
-                return value
+                return float(value)  # powers of integers may be of any length
             case ast.Name(id=name):
                 return float(self.variables.get(name, "") or "nothing")
             case ast.BinOp(left, op, right) if type(op) in _OPERATIONS:
@@ -144,8 +144,10 @@ def _commands_of(words: list[str]) -> Iterator[list[str]]:
 
 
 def _split(text: str) -> list[str]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=";")  # "activate; python" is 3 words
+    lexer.whitespace_split = True
     try:
-        return shlex.split(text, comments=True)
+        return list(lexer)
     except ValueError:  # a quote that never ends
         return text.split()
 

@@ -25,6 +25,8 @@ def last(text: str) -> list[str]:
         ("run a > log 2>&1", ["run", "a"]),
         ("cd /there && run a 2>&1 | tee log", ["run", "a"]),
         ("set -x ; run a || exit 1", ["exit", "1"]),
+        ("source venv/bin/activate; run a='b;c'", ["run", "a=b;c"]),
+        ("run $((7 / 2)) $((2 ** 20))", ["run", "3", "1048576"]),
         ("export HOME_OF=$HOME/data\nrun $HOME_OF", ["run", "~/data"]),
         ("run \"['$HOME/a', 'b']\"", ["run", "['~/a', 'b']"]),
     ],
@@ -34,7 +36,16 @@ def test_words_of_a_command(script, words):
 
 
 @pytest.mark.parametrize(
-    "word", ["$(date)", "`date`", "$1", "${UNSET}/x", "${A##*/}", "$((a + 1))"]
+    "word",
+    [
+        "$(date)",
+        "`date`",
+        "$1",
+        "${UNSET}/x",
+        "${A##*/}",
+        "$((a + 1))",
+        "$((9 ** 9 ** 9 ** 9))",
+    ],
 )
 def test_what_only_running_tells_is_marked(word):
     assert COMPUTED in last(f"run {word}")[1]
