@@ -45,16 +45,17 @@ class TenantDatum:
         targets = given.pop("target_tokens").long()
         return cls(tokens, targets, {name: one.float() for name, one in given.items()})
 
-    def check_tokens(self, vocabulary: int) -> None:
-        """Raise TrainerError for a token that is none of the ``vocabulary`` first ids.
+    def check_tokens(self, read: int, said: int) -> None:
+        """Raise TrainerError for a token that is none of the first ``read`` ids, or a target that
+        is none of the first ``said``.
 
         A GPU takes an index out of bounds for the end of all work of its process.
         """
-        for tokens in (self.tokens, self.targets):
+        for tokens, known in ((self.tokens, read), (self.targets, said)):
             for token in (int(tokens.min()), int(tokens.max())):
-                if not 0 <= token < vocabulary:
+                if not 0 <= token < known:
                     raise TrainerError(
-                        f"token {token} is none of the model's {vocabulary}: give a place that "
+                        f"token {token} is none of the model's {known}: give a place that "
                         "does not count any token, and the weight or the advantage 0"
                     )
 

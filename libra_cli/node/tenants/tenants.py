@@ -56,7 +56,10 @@ class Tenants:
     def __init__(self, model: Any, *, dtype: torch.dtype, pass_tokens: int) -> None:
         """``pass_tokens`` are the most that one pass computes, padding included."""
         self._model: nn.Module = model
-        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
+        read = int(model.get_input_embeddings().num_embeddings)
+        head = model.get_output_embeddings()
+        # Models with images may read more tokens than they say (mllama).
+        self._vocabulary = read, read if head is None else int(head.weight.shape[0])
         self._dtype = dtype
         self._pass_tokens = pass_tokens
         self._tenants: dict[str, Tenant] = {}
@@ -102,7 +105,7 @@ class Tenants:
         function, needs = loss_named(loss)
         parsed = [TenantDatum.parse(one, needs) for one in data]
         for one in parsed:
-            one.check_tokens(self._vocabulary)
+            one.check_tokens(*self._vocabulary)
         found: list[Tensor] = [torch.empty(0)] * len(parsed)
         total = 0.0
         changed = list(self._tenant(model_id).parameters.values()) if backward else []

@@ -136,7 +136,7 @@ class AgentPlay:
         if self._closed is not None:
             raise self._closed
         match = self._conversations.find(request)
-        chars: int | None = self._chars_of(match)
+        chars: int | None = self._chars_of(match, counts=request.counts)
         branch, tokens = self._place(match)
         if request.counts:
             return (self._counted((branch.kept if branch else 0) + len(tokens)),)
@@ -161,16 +161,17 @@ class AgentPlay:
         """Take in that its last request was longer than any that is read."""
         self._over = True
 
-    def _chars_of(self, match: Match) -> int:
+    def _chars_of(self, match: Match, *, counts: bool) -> int:
         """The length of what is new; raises BadRequest if no context has room for so much.
 
         Nothing else is answered while it is encoded, a second for every million or two.
         """
-        chars = sum(len(message["content"]) for message in match.new)
-        if (fewest := chars // self.renderer.longest_token) >= self.limits.max_len:
-            self._over = True
+        new = "".join(message["content"] for message in match.new)
+        fewest = self.renderer.fewest_tokens(new, self.limits.max_len)
+        if fewest >= self.limits.max_len:
+            self._over = self._over or not counts
             raise _too_long(f"at least {fewest}", self.limits.max_len)
-        return chars
+        return len(new)
 
     def _counted(self, tokens: Tokens) -> AgentReply:
         return AgentReply(id=_new_id(), model=self.model, text="", prompt_tokens=tokens)

@@ -58,6 +58,7 @@ REMEMBERED = 10_000
 """Keys of ended trajectories that are told from unknown ones."""
 ADDRESS_FILE = "agents.json"
 _FINAL = {"x-should-retry": "false"}
+_TOO_LARGE = 413
 """OpenAI's and Anthropic's packages would send what is refused with 409 again, twice."""
 
 
@@ -154,9 +155,9 @@ class AgentServer:
             return web.json_response(models(self.model, self._max_len))
         if http.method != "POST":
             raise BadRequest(f"{path} takes POST", status=405)
-        body = await self._body_of(http, play)
         if path == "/reward":
-            return self._rewarded(play, body)
+            return self._rewarded(play, await _json_of(http))
+        body = await self._body_of(http, play)
         request = dialect.read(path, http.headers, body)
         self._tell_once(request)
         return await _Waiting(http, play, request, dialect).answer()
@@ -164,10 +165,10 @@ class AgentServer:
     async def _body_of(self, http: web.Request, play: AgentPlay) -> object:
         try:
             return await _json_of(http)
-        except web.HTTPRequestEntityTooLarge as error:
-            play.asked_too_much()
-            said = f"prompt is too long: the body has more than {MAX_BODY_BYTES:,} bytes"
-            raise BadRequest(said, status=413) from error
+        except BadRequest as error:
+            if error.status == _TOO_LARGE:
+                play.asked_too_much()
+            raise
 
     def _play_of(self, keys: Sequence[str]) -> AgentPlay:
         for key in keys:
@@ -233,7 +234,11 @@ def _split(http: web.Request) -> tuple[list[str], str]:
 
 
 async def _json_of(http: web.Request) -> object:
-    body = await http.read()
+    try:
+        body = await http.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        said = f"prompt is too long: the body has more than {MAX_BODY_BYTES:,} bytes"
+        raise BadRequest(said, status=_TOO_LARGE) from error
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:

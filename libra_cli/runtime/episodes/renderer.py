@@ -35,6 +35,9 @@ from libra_cli.runtime.episodes.template_notes import found_format, misfits, not
 from libra_cli.runtime.episodes.templates import ChatTemplate, read_json, special_tokens
 from libra_cli.runtime.episodes.tool_formats.formats import FORMATS, THINKING, GeneratedTurn
 
+CHARS_A_TOKEN = 6
+"""Characters of a text for each token of a limit, from which on its beginning alone is encoded:
+half as many again as of English text. Chosen."""
 _USER: Message = {"role": "user", "content": ""}
 _FOUND: Message = {"role": "tool", "content": ""}
 
@@ -98,9 +101,23 @@ class Renderer:
         return self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     @cached_property
-    def longest_token(self) -> int:
-        """The most characters that one token stands for."""
+    def _longest_token(self) -> int:
+        """The most characters of a token of the vocabulary."""
         return max(map(len, self._tokenizer.get_vocab()))
+
+    def fewest_tokens(self, text: str, most: int) -> int:
+        """Return how many tokens a text has at least, without encoding one that is much longer
+        than ``most`` tokens.
+
+        Exact but for a text of blanks, or of characters that the vocabulary lacks, megabytes of
+        which some tokenizers make one token.
+        """
+        fewest = len(text) // self._longest_token
+        beginning = most * CHARS_A_TOKEN
+        if fewest >= most or len(text) <= beginning:
+            return fewest
+        # The word that the cut divides may have more tokens than the whole one.
+        return len(self.encode(text[:beginning])) - self._longest_token
 
     @property
     def added_tokens(self) -> list[int]:

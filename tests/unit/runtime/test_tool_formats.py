@@ -297,6 +297,12 @@ def test_thinking_is_not_acting():
     assert calls_of(f"<think>hm</think>{GET}") == [ToolCall("get", {"key": "ab"})]
 
 
+@pytest.mark.parametrize("inner", ["<think>", "</think>"])
+def test_a_turn_that_opens_its_thinking_is_read_by_that_mark_alone(inner):
+    assert calls_of(f"[THINK]a {inner} b {GET}") == []
+    assert calls_of(f"[THINK]a {inner} b[/THINK]{GET}") == [ToolCall("get", {"key": "ab"})]
+
+
 def test_an_answer_is_what_is_neither_thinking_nor_a_call():
     assert text_of(f"<think>13?</think> 12 {GET}") == "12"
 

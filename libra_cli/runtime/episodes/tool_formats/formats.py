@@ -61,7 +61,9 @@ class GeneratedTurn:
 
 def split_thinking(said: str) -> tuple[str, str]:
     """Return a turn's thinking and the rest; the rest is empty if the thinking never ended."""
-    for start, end in THINKING:
+    begins = said.lstrip()
+    opened_by = [marks for marks in THINKING if begins.startswith(marks[0])]
+    for start, end in opened_by or THINKING:
         before, closed, after = said.rpartition(end)
         if closed:
             _, opened, within = before.partition(start)

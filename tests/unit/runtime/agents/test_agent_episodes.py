@@ -229,6 +229,28 @@ def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_encoded(play, m
     assert max(lengths) < 100_000
 
 
+def test_of_a_prompt_that_may_fit_by_its_length_alone_the_beginning_is_encoded(play, monkeypatch):
+    encode, lengths = Renderer.encode, []
+
+    def measured(renderer, text):
+        lengths.append(len(text))
+        return encode(renderer, text)
+
+    monkeypatch.setattr(Renderer, "encode", measured)
+    monkeypatch.setattr(Renderer, "_longest_token", 1000)
+
+    async def agent(task, base_url, api_key, model):
+        await chat(task, base_url, api_key).ask()
+        long = Chat(base_url, api_key, [{"role": "user", "content": "x y " * 50_000}])
+        with pytest.raises(Refused, match=r"400.*prompt is too long: at least"):
+            await long.ask()
+        return 1.0
+
+    _, result = play(agent, "a")
+    assert (result.done, result.reward) == (True, 1.0)
+    assert max(lengths) < 100_000
+
+
 def test_a_branch_too_many_is_refused_by_itself(play):
     async def agent(task, base_url, api_key, model):
         await chat(task, base_url, api_key).ask()
