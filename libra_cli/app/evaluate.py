@@ -138,7 +138,12 @@ def _scored(reader: Reader, run_dir: Path) -> list[ExportRecord]:
     """Return the models that a run has made with the scores that are known of them now: one that
     was made with its checkpoint was made before its evaluation ended."""
     made, evaluations = reader.exports(), reader.evaluations()
-    names = recipe_of(run_dir).evaluation_names if evaluations else ()
+    if not evaluations:
+        return made
+    try:
+        names = recipe_of(run_dir).evaluation_names
+    except WrongRun:  # its recipe is gone, or of a libra that read another one
+        return made
     found = [FoundCheckpoint(row.path, row.step, row.score, (row.node,)) for row in made]
     known = scored_by(found, evaluations, names)
     return [replace(row, score=one.score) for row, one in zip(made, known, strict=True)]

@@ -183,7 +183,8 @@ class TurnGenerated:
 
 @dataclass(frozen=True, slots=True)
 class TurnFailed:
-    """A generation did not come back. ``refused`` means the request itself was the problem."""
+    """A generation did not come back. ``refused`` means the request itself was the problem, and
+    ``unreachable`` that no answer came: the server, its host or the network was."""
 
     request: int
     trajectory: TrajectoryId
@@ -191,6 +192,7 @@ class TurnFailed:
     incarnation: int
     reason: str
     refused: bool = False
+    unreachable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

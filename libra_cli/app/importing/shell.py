@@ -19,8 +19,12 @@ from dataclasses import dataclass, field
 
 COMPUTED = "\x00"
 """Stands in a text for what only running the script could tell."""
-_BETWEEN = frozenset({"&&", "||", ";", "&"})
-"""Words between two commands of one line."""
+_BETWEEN = re.compile(
+    r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|`[^`]*`|\$\((?:[^()]|\([^()]*\))*\)|(?<!\S)\#[^\n]*
+    |(?P<between>&&|\|\||;|(?<=\s)&(?=\s|$))""",
+    re.DOTALL | re.VERBOSE,
+)
+"""What ends a command on its line, as the group ``between``, and what may only look like it."""
 _END = re.compile(r"^(\||>|2>&1|>>|2>)$")
 _ASSIGNED = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?=)(.*)$", re.DOTALL)
 _COMMAND = re.compile(r"\$\((?!\()[^()]*\)|`[^`]*`")
@@ -109,12 +113,13 @@ class _Assigned:
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of every command of a script that is not inside of an ``if`` or a loop."""
     script = _Assigned()
-    for line in _outside_branches(_logical_lines(text), script):
+    lines = _outside_branches(_logical_lines(text), script)
+    for line in itertools.chain.from_iterable(map(_parts, lines)):
         assigned = _ASSIGNED.match(line)
         if assigned and not _has_command(line):
             script.assign(assigned[1], assigned[2], assigned[3])
-            continue
-        yield from _commands_of(script.words(line))
+        elif words := list(itertools.takewhile(_is_word, script.words(line))):
+            yield words
 
 
 def assigned_in_branches(text: str) -> list[str]:
@@ -134,20 +139,24 @@ def _has_command(line: str) -> bool:
     )
 
 
-def _commands_of(words: list[str]) -> Iterator[list[str]]:
-    """Yield the commands of a line, each without where its output goes."""
-    for is_between, part in itertools.groupby(words, _BETWEEN.__contains__):
-        if not is_between:
-            command = list(itertools.takewhile(lambda word: not _END.match(word), part))
-            if command:
-                yield command
+def _parts(line: str) -> Iterator[str]:
+    """Yield the commands and assignments of a line: those before count for those behind."""
+    begin = 0
+    for found in _BETWEEN.finditer(line):
+        if found["between"]:
+            yield line[begin : found.start()].strip()
+            begin = found.end()
+    yield line[begin:].strip()
+
+
+def _is_word(word: str) -> bool:
+    """Whether a word is part of a command, and does not say where its output goes."""
+    return _END.match(word) is None
 
 
 def _split(text: str) -> list[str]:
-    lexer = shlex.shlex(text, posix=True, punctuation_chars=";")  # "activate; python" is 3 words
-    lexer.whitespace_split = True
     try:
-        return list(lexer)
+        return shlex.split(text, comments=True)
     except ValueError:  # a quote that never ends
         return text.split()
 

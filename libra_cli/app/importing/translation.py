@@ -8,7 +8,7 @@ from typing import Any
 
 from libra_cli.config.errors import NONSENSE
 from libra_cli.config.other_names.rule import Given, KeyRule, LeftOut, Refused, Setting, Table, Why
-from libra_cli.config.secrets import holds_token
+from libra_cli.config.secrets import masker
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,13 @@ def _is_off(value: object, rule: KeyRule) -> bool:
 
 def grouped(left_out: Sequence[LeftOut]) -> Iterator[tuple[Why, list[tuple[str, str]]]]:
     """Yield what was left out by its kind: keys with their values, and the reason they share."""
+    masked = masker()
     for why in Why:
         reasons: dict[str, list[str]] = {}
         for one in left_out:
             if one.why is why:
-                hidden = one.value is None or holds_token(str(one.value))
+                whole = f"{one.key}: {one.value}"
+                hidden = one.value is None or masked(whole) != whole
                 told = one.key if hidden else f"{one.key}: {_short(one.value)}"
                 reasons.setdefault(one.reason, []).append(told)
         if reasons:

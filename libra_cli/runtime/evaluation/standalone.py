@@ -257,12 +257,14 @@ class StandaloneEvaluation:
         left = self._recipe.model.max_len - len(trajectory.token_ids)
         if left <= 0:
             raise ProcessError(f"the prompt of {trajectory.id} is longer than model.max_len")
-        give_up = time.monotonic() + self._recipe.run.lease_s
+        give_up = 0.0
         while True:
             turn = await self._servers.generate(self._order(trajectory, slot, left))
             if isinstance(turn, TurnGenerated):
                 return turn
-            if turn.refused or self._failure is not None or time.monotonic() > give_up:
+            give_up = give_up or time.monotonic() + self._recipe.run.lease_s
+            gone = self._failure is not None or time.monotonic() > give_up
+            if gone or not turn.unreachable:
                 raise ProcessError(f"{slot}: {turn.reason}")
             await asyncio.sleep(AGAIN_S)
 

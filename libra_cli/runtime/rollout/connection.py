@@ -9,7 +9,7 @@ come out: nothing here ever sees text.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 from libra_cli.config.errors import ServerError
@@ -153,8 +153,9 @@ def connect_with(backend: str) -> Connect:
     return connect
 
 
-def turn_failed(action: Generate, reason: str, *, refused: bool = False) -> TurnFailed:
-    """Return the failure of this request; ``refused`` means that trying again is of no use."""
-    return TurnFailed(
-        action.request, action.trajectory, action.slot, action.incarnation, reason, refused
-    )
+def turn_failed(
+    action: Generate, reason: str, *, refused: bool = False, unreachable: bool = False
+) -> TurnFailed:
+    """Return the failure of this request; ``refused`` means that trying again is of no use, and
+    ``unreachable`` that no answer came."""
+    return replace(action.failed(reason), refused=refused, unreachable=unreachable)

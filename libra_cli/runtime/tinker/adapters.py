@@ -80,16 +80,18 @@ class SavedAdapters:
         path = f"{SCHEME}{model_id}/{kind}/{name or secrets.token_hex(6)}"
         final = self._place(path)
         new = final.with_name(f".{final.name}.{secrets.token_hex(4)}")
+        old = new.with_suffix(".old")
         try:
             new.mkdir(parents=True)
             (new / CONFIG).write_text(config, encoding="utf-8")
             (new / TENSORS).write_bytes(tensors)
-            old = new.with_suffix(".old")
             with contextlib.suppress(FileNotFoundError):
                 os.replace(final, old)
             os.replace(new, final)
             shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                os.replace(old, final)  # there is none unless the new one could not take its place
             shutil.rmtree(new, ignore_errors=True)
             raise StateError(f"{final} cannot be written: {error.strerror}") from error
         return path

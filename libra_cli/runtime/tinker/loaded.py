@@ -48,6 +48,8 @@ class LoadedAdapters:
         self._saved = saved
         self._most = most
         self._loaded: dict[str, _Loaded] = {}
+        #: Those that servers are taking.
+        self._coming: dict[str, _Loaded] = {}
         self._adding = asyncio.Lock()
         self._numbers = itertools.count(1)
 
@@ -75,7 +77,7 @@ class LoadedAdapters:
 
     async def _load(self, path: str) -> _Loaded:
         """Return the adapter of a path, with a user more."""
-        if path not in self._loaded:
+        while path not in self._loaded:  # it may be saved anew while servers take it
             async with self._adding:
                 if path not in self._loaded:
                     await self._add(path)
@@ -87,15 +89,25 @@ class LoadedAdapters:
         idle = [one for one, loaded in self._loaded.items() if not loaded.users]
         for one in idle[: max(0, len(self._loaded) + 1 - self._most)]:
             await self._drop(one)
-        loaded = _Loaded(f"{path}#{next(self._numbers)}")
-        await self._servers.add_adapter(loaded.name, *self._saved.load(path))
-        self._loaded[path] = loaded
+        loaded = self._coming[path] = _Loaded(f"{path}#{next(self._numbers)}")
+        try:
+            await self._servers.add_adapter(loaded.name, *self._saved.load(path))
+        except LibraError:
+            loaded.dropped = True  # other servers may have taken it
+            raise
+        finally:
+            del self._coming[path]
+            if loaded.dropped:
+                await self._remove(loaded)
+        if not loaded.dropped:
+            self._loaded[path] = loaded
 
     async def drop(self, path: str) -> None:
         """Let go of what is loaded of a path, at once or when its last user has ended; who names
         the path from now on has it loaded again."""
-        async with self._adding:  # what is being loaded may be what was there before
-            await self._drop(path)
+        if path in self._coming:  # of what was there before, maybe
+            self._coming[path].dropped = True
+        await self._drop(path)
 
     async def _drop(self, path: str) -> None:
         loaded = self._loaded.pop(path, None)

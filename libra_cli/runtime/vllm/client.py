@@ -151,9 +151,12 @@ class ServerClient(ControlClient):
                 del self._turns[action.request]
             return _turn(action, answer, started_at, sampling.vocabulary)
         except (ServerError, *NONSENSE) as error:
-            reason = words_of(error)
-            refused = isinstance(error, RequestRefused)
-            return turn_failed(action, reason, refused=refused)
+            return turn_failed(
+                action,
+                words_of(error),
+                refused=isinstance(error, RequestRefused),
+                unreachable=isinstance(error, ServerUnreachable),
+            )
 
     @reads_answers(ServerError)
     async def add_adapter(self, name: str, config: str, tensors: bytes) -> None:

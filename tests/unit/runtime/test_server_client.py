@@ -120,7 +120,7 @@ def test_a_turn_on_a_connection_that_is_lost_has_failed_and_the_next_call_connec
 
     done = play(scene)
     assert isinstance(done, TurnFailed)
-    assert not done.refused
+    assert (done.refused, done.unreachable) == (False, True)
     assert "the connection was closed" in done.reason
 
 
@@ -183,7 +183,7 @@ def test_a_refusal_is_told_from_a_failure():
 
     done = play(scene)
     assert isinstance(done, TurnFailed)
-    assert done.refused
+    assert (done.refused, done.unreachable) == (True, False)
     assert "no prompt" in done.reason
 
 

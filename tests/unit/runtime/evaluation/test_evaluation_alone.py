@@ -115,7 +115,7 @@ class Breaks(SaysSeven):
     async def generate(self, action: Generate) -> TurnGenerated | TurnFailed:  # type: ignore[override]
         if self.left:
             self.left -= 1
-            return turn_failed(action, "connection refused")
+            return turn_failed(action, "connection refused", unreachable=True)
         return await super().generate(action)
 
 
@@ -134,6 +134,17 @@ def test_a_connection_that_is_lost_for_a_while_costs_no_trajectory(
     asyncio.run(asyncio.wait_for(alone._play_all(), 20))
     (row,) = alone._rows.values()
     assert (row.state, row.finished, row.failed) == ("finished", 6, 2)
+
+
+def test_what_a_server_itself_says_is_wrong_is_not_asked_again(tmp_path: Path) -> None:
+    class Wrong(SaysSeven):
+        async def generate(self, action: Generate) -> TurnFailed:  # type: ignore[override]
+            return turn_failed(action, "a log-probability is not a number")
+
+    alone = alone_at(tmp_path, Wrong())
+    asyncio.run(asyncio.wait_for(alone._play_all(), 20))
+    (row,) = alone._rows.values()
+    assert (row.finished, row.failed) == (0, 8)
 
 
 def test_a_server_that_has_ended_breaks_off_the_evaluation_before_that_is_known(
@@ -189,6 +200,8 @@ def test_the_best_model_is_told_by_evaluations_that_ended_after_it_was_made(
     told = recipe(evaluation=[{"name": "held-out", "num_tasks": 1, "samples": 1}])
     (run_dir / RECIPE).write_text(told.model_dump_json())
     assert model_of(run_dir, None).path == Path("/models/step-4")
+    assert model_of(run_dir, 6).path == Path("/models/step-6")
+    (run_dir / RECIPE).unlink()  # or of a libra that read another one
     assert model_of(run_dir, 6).path == Path("/models/step-6")
 
 
