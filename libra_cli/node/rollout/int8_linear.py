@@ -30,12 +30,18 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from libra_cli.node.rollout.held_experts import Block
-from libra_cli.node.rollout.number_formats import INT8
+from libra_cli.node.rollout.number_formats import INT8, multiplies_int8
 from libra_cli.node.rollout.quantized_weights import ReadableMethod
 
 NAME = "int8_per_channel"
 IDENTITY_ROWS = 512
 """Columns of a weight that are read back at a time."""
+
+
+_OVERFLOWS = (
+    "this CPU has no VNNI instructions, without which oneDNN's products of int8 overflow, so that "
+    "what it computes is not what was published: rollout.quantization: fp8_per_channel, or none"
+)
 
 
 class Int8LinearMethod(OnlineLinearBase, ReadableMethod):  # type: ignore[misc]
@@ -77,8 +83,10 @@ class Int8LinearMethod(OnlineLinearBase, ReadableMethod):  # type: ignore[misc]
         return product
 
     def unreadable(self, layer: Any) -> str:
+        if current_platform.is_cpu():
+            return "" if multiplies_int8() else _OVERFLOWS
         transposed = (layer.input_size_per_partition, layer.output_size_per_partition)
-        if current_platform.is_cpu() or layer.weight.shape == transposed:
+        if layer.weight.shape == transposed:
             return ""
         return (
             f"vLLM's kernel {type(self.kernel).__name__} keeps weights in an order that cannot be "

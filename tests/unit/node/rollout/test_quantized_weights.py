@@ -9,7 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch")
 
-from libra_cli.node.rollout.number_formats import FLOAT8, INT8, NumberFormat  # noqa: E402
+from libra_cli.node.rollout.number_formats import (  # noqa: E402
+    FLOAT8,
+    INT8,
+    NumberFormat,
+    multiplies_int8,
+)
 from libra_cli.node.rollout.proof import prove  # noqa: E402
 from libra_cli.node.rollout.quantized_weights import (  # noqa: E402
     QuantizedWeights,
@@ -19,6 +24,20 @@ from libra_cli.node.rollout.quantized_weights import (  # noqa: E402
 from libra_cli.node.weights.checksum import checksum, described  # noqa: E402
 
 NAME = "q.weight"
+
+
+@pytest.mark.parametrize(
+    ("known", "right"),
+    [
+        ({"architecture": "x86_64", "avx2": True}, False),
+        ({"architecture": "x86_64", "avx512_vnni": True}, True),
+        ({"architecture": "x86_64", "avx_vnni": True}, True),
+        ({"architecture": "aarch64"}, True),
+    ],
+)
+def test_an_x86_multiplies_int8_right_with_vnni_alone(monkeypatch, known, right):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: known)
+    assert multiplies_int8() == right
 
 
 def weight(seed: int = 0) -> Any:
