@@ -39,6 +39,10 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore"),
 ]
+NEAR = 1e-4
+"""The most that a parameter may differ by the order of sums alone, which Adam makes large where a
+gradient is next to nothing: 1.3e-5 on an x86 with AVX2, less with AVX-512. A wrong gradient moves
+one by the learning rate of a step, 1e-3."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +123,7 @@ def test_two_replicas_give_the_same_parameters_and_end_when_one_dies(
         two.wait_ready()
         for number in range(1, 5):
             two.step(number)
-        assert largest_difference(two.parameters(4), reference.last) < 1e-5
+        assert largest_difference(two.parameters(4), reference.last) < NEAR
         (victim,) = (
             pid
             for pid, environment in processes_marked(two.marker).items()
@@ -138,13 +142,13 @@ def test_two_shards_resume_a_replica_s_checkpoint_and_the_other_way_round(
         path = two.checkpoint(3, {"position": 3})
         assert "sharded" in two.log.read_text()
         two.step(4)
-        assert largest_difference(two.parameters(4), reference.last) < 1e-5
+        assert largest_difference(two.parameters(4), reference.last) < NEAR
         assert len([*two.versions.glob("v000004-e*/*.safetensors")]) == 2, "each rank writes"
         assert two.stop() == 0
     with trainer(tmp_path / "one", model_dir, resume=path) as one:
         assert one.wait_ready()["published"]["version"] == 3
         one.step(4)
-        assert largest_difference(one.parameters(4), reference.last) < 1e-5
+        assert largest_difference(one.parameters(4), reference.last) < NEAR
         assert one.stop() == 0
 
 
@@ -157,7 +161,7 @@ def test_activations_computed_again_give_the_same_parameters(
         two.wait_ready()
         for number in range(1, 5):
             two.step(number)
-        assert largest_difference(two.parameters(4), reference.last) < 1e-5
+        assert largest_difference(two.parameters(4), reference.last) < NEAR
         assert two.stop() == 0
 
 
