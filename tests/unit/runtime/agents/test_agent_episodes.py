@@ -207,8 +207,9 @@ def test_a_prompt_that_is_too_long_is_refused_by_itself(play):
     assert made.trajectory.turns == 2
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_encoded(play, monkeypatch):
-    """One of 60 MB would hold up the controller for a minute."""
+@pytest.fixture
+def encoded(monkeypatch):
+    """The lengths, in characters, of all texts that are encoded."""
     encode, lengths = Renderer.encode, []
 
     def measured(renderer, text):
@@ -216,6 +217,11 @@ def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_encoded(play, m
         return encode(renderer, text)
 
     monkeypatch.setattr(Renderer, "encode", measured)
+    return lengths
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_encoded(play, encoded):
+    """One of 60 MB would hold up the controller for a minute."""
 
     async def agent(task, base_url, api_key, model):
         await chat(task, base_url, api_key).ask()
@@ -226,17 +232,12 @@ def test_a_prompt_that_cannot_fit_is_refused_before_all_of_it_is_encoded(play, m
 
     _, result = play(agent, "a")
     assert (result.done, result.reward) == (True, 0.0)
-    assert max(lengths) < 100_000
+    assert max(encoded) < 100_000
 
 
-def test_of_a_prompt_that_may_fit_by_its_length_alone_the_beginning_is_encoded(play, monkeypatch):
-    encode, lengths = Renderer.encode, []
-
-    def measured(renderer, text):
-        lengths.append(len(text))
-        return encode(renderer, text)
-
-    monkeypatch.setattr(Renderer, "encode", measured)
+def test_of_a_prompt_that_may_fit_by_its_length_alone_the_beginning_is_encoded(
+    play, encoded, monkeypatch
+):
     monkeypatch.setattr(Renderer, "_longest_token", 1000)
 
     async def agent(task, base_url, api_key, model):
@@ -248,7 +249,7 @@ def test_of_a_prompt_that_may_fit_by_its_length_alone_the_beginning_is_encoded(p
 
     _, result = play(agent, "a")
     assert (result.done, result.reward) == (True, 1.0)
-    assert max(lengths) < 100_000
+    assert max(encoded) < 100_000
 
 
 def test_a_branch_too_many_is_refused_by_itself(play):
